@@ -1,0 +1,87 @@
+# Every target makes its own virtual environment, and again after pyproject.toml has changed.
+#
+#   make demo         examples/demo.py
+#   make test         lint, types and the tests that take seconds
+#   make test-all     the slow tests too
+#   make test-lowest  the tests with the lowest transformers that is supported
+#   make test-matrix  test and test-lowest
+#   make bench        benchmarks
+#   make clean        remove environments and caches (not the downloaded models)
+
+PYTHON ?= python3
+# Any torch >= 2.6 will do. It is installed first and on its own, so that a CPU build can be chosen, which is all that
+# the tests need and far smaller: for instance make test TORCH=torch==2.8.0 PIP_TORCH_ARGS="--index-url <a CPU index>"
+TORCH ?= torch==2.13.0
+PIP_TORCH_ARGS ?=
+LOWEST ?= 5.20.0
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+VENV_LOWEST := .venv-lowest
+STAMP_LOWEST := $(VENV_LOWEST)/.installed-$(LOWEST)
+
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check
+export PYTHONUTF8 := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo lint types test test-all test-lowest test-matrix bench format clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@echo "== $(VENV): installing (some minutes the first time)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python $(PIP_INSTALL) $(PIP_TORCH_ARGS) '$(TORCH)'
+	@$(VENV)/bin/python $(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(STAMP_LOWEST): pyproject.toml
+	@echo "== $(VENV_LOWEST): installing with transformers $(LOWEST) (some minutes the first time)"
+	@test -x $(VENV_LOWEST)/bin/python || $(PYTHON) -m venv $(VENV_LOWEST)
+	@$(VENV_LOWEST)/bin/python $(PIP_INSTALL) $(PIP_TORCH_ARGS) '$(TORCH)'
+	@$(VENV_LOWEST)/bin/python $(PIP_INSTALL) -e '.[dev]' 'transformers==$(LOWEST)'
+	@rm -f $(VENV_LOWEST)/.installed-*
+	@touch $@
+
+demo: $(STAMP)
+	@$(VENV)/bin/python examples/demo.py
+
+lint: $(STAMP)
+	@echo "== ruff"
+	@$(VENV)/bin/ruff check --quiet
+	@$(VENV)/bin/ruff format --check --quiet || { echo "not formatted: run make format"; exit 1; }
+
+types: $(STAMP)
+	@echo "== mypy"
+	@$(VENV)/bin/mypy --no-error-summary
+
+test: lint types
+	@echo "== pytest"
+	@$(VENV)/bin/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+
+test-all: lint types
+	@echo "== pytest, slow tests too"
+	@$(VENV)/bin/python -m pytest -q $(PYTEST_ARGS)
+
+test-lowest: $(STAMP_LOWEST)
+	@echo "== pytest with transformers $(LOWEST)"
+	@$(VENV_LOWEST)/bin/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+
+test-matrix:
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-lowest
+
+bench: $(STAMP)
+	@$(VENV)/bin/python benchmarks/bench.py $(BENCH_ARGS)
+
+format: $(STAMP)
+	@$(VENV)/bin/ruff check --quiet --fix
+	@$(VENV)/bin/ruff format --quiet
+
+clean:
+	@rm -rf $(VENV) $(VENV_LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

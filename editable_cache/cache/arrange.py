@@ -1,0 +1,298 @@
+"""Give the slots of a cache a new order: keep, paste, leave blank; keys are rotated to their new positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from editable_cache.cache.layer import EditableLayer
+from editable_cache.cache.ledger import TENSORS, Field, Isolated, Ledger, Segment, Stale
+from editable_cache.cache.ledgered import LedgeredCache
+from editable_cache.cache.pieces import Keep, Paste, Piece, move_spans, total_length, untouched_prefix
+from editable_cache.chunk import KVChunk
+from editable_cache.errors import SpanError
+from editable_cache.ops import Rotation, rotate_into, rotation
+from editable_cache.spec import ModelSpec, RotarySpec
+
+
+class Placed(NamedTuple):
+    """A piece and the segment that its new tokens belong to (None for kept ones, which bring theirs along)."""
+
+    piece: Piece
+    segment: Segment | None = None
+
+
+def rearrange(cache: LedgeredCache, spec: ModelSpec | None, placed: Sequence[Placed], positions: Tensor) -> None:
+    """Bring the slots of ``cache`` into the order of ``placed`` at ``positions``; call inside an operation.
+
+    Contents of cells do not change; keys are rotated from where they stand to their new position. Blank cells hold
+    garbage until they are recomputed. Pieces before the first one that moves are not touched.
+
+    Args:
+        cache: changed, layers and ledger.
+        spec: how the tensors rotate; may be None if no kept or pasted token changes its position.
+        placed: the new order.
+        positions: int64 ``[batch, new_length]``.
+    """
+    pieces = [item.piece for item in placed]
+    ledger = _arranged_ledger(cache.ledger, placed, positions)
+    start = untouched_prefix(pieces)
+    still = (cache.ledger.positions[:, :start] == positions[:, :start]).all(dim=0)
+    start = int(still.long().cumprod(dim=0).sum())
+    sources = _where_from(cache.ledger, pieces, pristine=_is_low_precision(cache))
+    device = next((layer.device for layer in cache.editable_layers if layer.is_initialized), None)
+    turns = {} if spec is None else _turns(spec, sources[:, start:], positions[:, start:], device)
+    for layer_idx, layer in enumerate(cache.layers):
+        if isinstance(layer, EditableLayer):
+            rotaries = {} if spec is None else {t.name: t.rotary for t in spec.layers[layer_idx].tensors}
+            _arrange_layer(layer, layer_idx, pieces, start, rotaries, turns, low=_is_low_precision(cache))
+    low = _is_low_precision(cache)
+    cache.ledger = ledger if low else replace(ledger, sources=ledger.positions)
+
+
+def extend_with_chunk(
+    cache: LedgeredCache, spec: ModelSpec, chunk: KVChunk, first: int, positions: Tensor, segment: Segment
+) -> None:
+    """Write the tokens of a chunk from number ``first`` on behind the last slot; call inside an operation.
+
+    The keys are rotated straight into their place; nothing is copied twice.
+
+    Args:
+        positions: int64 ``[batch, len(chunk) - first]``, where the tokens go.
+    """
+    batch, count = cache.ledger.batch, len(chunk) - first
+    source = chunk.position_ids[None, first:].expand(batch, -1)
+    states = [{name: t[..., first:, :] for name, t in layer.items()} for layer in chunk.layers]
+    turns = _turns(spec, source, positions, _device(cache, states))
+    for layer, cells, facts in zip(cache.editable_layers, states, spec.layers, strict=True):
+        layer.prepare(cells, batch)
+        slots = layer.claim(count)
+        for tensor in facts.tensors:
+            _move(
+                slots[tensor.name],
+                cells[tensor.name],
+                None if tensor.rotary is None else turns.get(tensor.rotary),
+            )
+    low = _is_low_precision(cache)
+    if low and turns:
+        _remember_pristine(cache, spec, states)
+    ids = chunk.token_ids[None, first:].expand(batch, -1)
+    ledger = replace(cache.ledger, chunks=(*cache.ledger.chunks, _isolated(chunk)))
+    cache.ledger = ledger.extended(
+        ids,
+        positions,
+        torch.ones(ids.shape, dtype=torch.bool),
+        segment,
+        sources=source if low else positions,
+        group=len(ledger.chunks),
+        offset=first,
+    )
+
+
+def _isolated(chunk: KVChunk) -> Isolated:
+    return Isolated(tuple(chunk.token_ids.tolist()), chunk.provenance.prefix_ids)
+
+
+def _device(cache: LedgeredCache, states: Sequence[Mapping[str, Tensor]]) -> torch.device:
+    held = (layer.device for layer in cache.editable_layers if layer.is_initialized)
+    return next(held, None) or next(iter(states[0].values())).device
+
+
+def _remember_pristine(cache: LedgeredCache, spec: ModelSpec, chunk_layers: Sequence[Mapping[str, Tensor]]) -> None:
+    for layer, states, facts in zip(cache.editable_layers, chunk_layers, spec.layers, strict=True):
+        count = next(iter(states.values())).shape[-2]
+        kept = {}
+        for tensor in facts.tensors:
+            if tensor.rotary is not None:
+                before = layer.full_pristine(tensor.name)[..., : layer.length - count, :]
+                fresh = states[tensor.name].to(before.device).expand(before.shape[0], -1, -1, -1)
+                kept[tensor.name] = torch.cat((before, fresh), dim=-2)
+        layer.pristine = kept
+
+
+def _arrange_layer(
+    layer: EditableLayer,
+    layer_idx: int,
+    pieces: Sequence[Piece],
+    start: int,
+    rotaries: Mapping[str, RotarySpec | None],
+    turns: Mapping[RotarySpec, Rotation],
+    *,
+    low: bool,
+) -> None:
+    total = total_length(pieces)
+    stored = layer.view()
+    if not stored:
+        paste = next(piece for piece in pieces if isinstance(piece, Paste))
+        layer.prepare(paste.chunk.layers[layer_idx], 1)
+        stored = layer.view()
+    tail = {name: t.new_empty((*t.shape[:2], total - start, t.shape[-1])) for name, t in stored.items()}
+    pristine = {}
+    for name, out in tail.items():
+        rotary = rotaries.get(name)
+        keep_pristine = low and rotary is not None
+        kept = layer.full_pristine(name) if keep_pristine else stored[name]
+        if keep_pristine:
+            pristine[name] = kept.new_empty((*kept.shape[:2], total, kept.shape[-1]))
+            pristine[name][..., :start, :] = kept[..., :start, :]
+        turn = None if rotary is None else turns.get(rotary)
+        for low_slot, high_slot, cells in _cells(pieces, layer_idx, name, kept, start):
+            low_out, high_out = low_slot - start, high_slot - start
+            _move(out[..., low_out:high_out, :], cells, None if turn is None else turn.slots(low_out, high_out))
+            if keep_pristine:
+                pristine[name][..., low_slot:high_slot, :] = cells
+    layer.replace_tail(start, tail, pristine)
+
+
+def _cells(
+    pieces: Sequence[Piece], layer_idx: int, name: str, kept: Tensor, start: int
+) -> list[tuple[int, int, Tensor]]:
+    """New slots ``[low, high)`` from ``start`` on and the cells that go there; blank pieces are left out."""
+    found = []
+    offset = 0
+    for piece in pieces:
+        low, high = max(offset, start), offset + len(piece)
+        if low < high and isinstance(piece, Keep):
+            found.append((low, high, kept[..., piece.start + low - offset : piece.stop, :]))
+        elif low < high and isinstance(piece, Paste):
+            found.append((low, high, piece.chunk.layers[layer_idx][name][..., low - offset :, :]))
+        offset += len(piece)
+    return found
+
+
+def _move(out: Tensor, states: Tensor, turn: Rotation | None) -> None:
+    if states.device != out.device:
+        states = states.to(out.device)
+    if turn is None:
+        out.copy_(states)
+    else:
+        rotate_into(out, states, turn)
+
+
+def _turns(spec: ModelSpec, source: Tensor, target: Tensor, device: torch.device | None) -> dict[RotarySpec, Rotation]:
+    if torch.equal(source, target):
+        return {}
+    return {rotary: rotation(rotary, source, target, device) for rotary in spec.rotaries()}
+
+
+def _where_from(ledger: Ledger, pieces: Sequence[Piece], *, pristine: bool) -> Tensor:
+    """Positions at which the cells of the new order stand before they are turned, ``[batch, new_length]``.
+
+    Blank cells take 0; what they hold does not matter.
+    """
+    origin = ledger.sources if pristine else ledger.positions
+    parts = []
+    for piece in pieces:
+        if isinstance(piece, Keep):
+            parts.append(origin[:, piece.start : piece.stop])
+        elif isinstance(piece, Paste):
+            parts.append(piece.chunk.position_ids[None].expand(ledger.batch, -1))
+        else:
+            parts.append(torch.zeros((ledger.batch, len(piece)), dtype=torch.int64))
+    return torch.cat(parts, dim=1) if parts else origin[:, :0]
+
+
+def _is_low_precision(cache: LedgeredCache) -> bool:
+    return cache.dtype in (torch.float16, torch.bfloat16)
+
+
+def _arranged_ledger(ledger: Ledger, placed: Sequence[Placed], positions: Tensor) -> Ledger:
+    pieces = [item.piece for item in placed]
+    columns: dict[str, list[Tensor]] = {name: [] for name in TENSORS if name != "positions"}
+    chunks, offset = list(ledger.chunks), 0
+    for piece in pieces:
+        where = slice(offset, offset + len(piece))
+        if isinstance(piece, Keep):
+            new = {name: getattr(ledger, name)[:, piece.start : piece.stop] for name in columns}
+        else:
+            ids = piece.chunk.token_ids[None] if isinstance(piece, Paste) else piece.token_ids
+            ids = ids.expand(ledger.batch, -1)
+            if isinstance(piece, Paste):
+                chunks.append(_isolated(piece.chunk))
+            pasted = isinstance(piece, Paste)
+            source = (
+                piece.chunk.position_ids[None].expand(ids.shape) if isinstance(piece, Paste) else positions[:, where]
+            )
+            new = {
+                "ids": ids,
+                "sources": source,
+                "valid": torch.ones(ids.shape, dtype=torch.bool),
+                "groups": torch.full(ids.shape, len(chunks) if pasted else 0),
+                "offsets": torch.arange(ids.shape[1]).expand(ids.shape) * pasted,
+            }
+        for name, column in columns.items():
+            column.append(new[name])
+        offset += len(piece)
+    tensors = {name: torch.cat(column, dim=1) for name, column in columns.items() if column}
+    stale = tuple(
+        Stale(start, stop, old.cause) for old in ledger.stale for start, stop in move_spans(pieces, old.start, old.stop)
+    )
+    arranged = replace(
+        ledger,
+        **tensors,  # type: ignore[arg-type]
+        positions=positions,
+        segments=_arranged_segments(ledger, placed),
+        stale=stale,
+        chunks=tuple(chunks),
+    )
+    return arranged.with_fields(_arranged_fields(ledger.fields, pieces))
+
+
+def _arranged_segments(ledger: Ledger, placed: Sequence[Placed]) -> tuple[Segment, ...]:
+    runs: list[tuple[Segment, int]] = []
+    for piece, segment in placed:
+        if isinstance(piece, Keep):
+            for old in ledger.segments:
+                count = min(piece.stop, old.stop) - max(piece.start, old.start)
+                if count > 0:
+                    runs.append((old, count))
+        elif len(piece) and segment is not None:
+            runs.append((segment, len(piece)))
+    segments: list[Segment] = []
+    offset, last = 0, None
+    for label, count in runs:
+        if last is not None and label.name == last.name:
+            segments[-1] = replace(segments[-1], stop=offset + count)
+        else:
+            segments.append(replace(label, start=offset, stop=offset + count))
+        offset, last = offset + count, label
+    return tuple(_with_unique_names(segments))
+
+
+def _with_unique_names(segments: Sequence[Segment]) -> list[Segment]:
+    """A segment that was cut keeps its name on the first part; no part has the whole template any more."""
+    names = [segment.name for segment in segments]
+    taken, unique = set(names), []
+    for index, segment in enumerate(segments):
+        if names.count(segment.name) > 1:
+            segment = replace(segment, template=())
+        if segment.name in names[:index]:
+            number = 2
+            while f"{segment.name} ({number})" in taken:
+                number += 1
+            segment = replace(segment, name=f"{segment.name} ({number})")
+            taken.add(segment.name)
+        unique.append(segment)
+    return unique
+
+
+def _arranged_fields(fields: Sequence[Field], pieces: Sequence[Piece]) -> list[Field]:
+    arranged = []
+    for field in fields:
+        spans = []
+        for start, stop in field.spans:
+            moved = move_spans(pieces, start, stop)
+            kept = sum(high - low for low, high in moved)
+            if moved and (len(moved) > 1 or kept != stop - start):
+                raise SpanError(
+                    f"Field {field.name!r} holds slots [{start}, {stop}); this operation would cut it. Move the "
+                    "border outside of the field, or refresh the field instead."
+                )
+            spans.extend(moved)
+        if spans:
+            arranged.append(replace(field, spans=tuple(spans)))
+    return arranged

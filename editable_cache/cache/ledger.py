@@ -1,0 +1,315 @@
+"""The cache's own record: ids, positions, segments, fields and freshness.
+
+A `Ledger` is a value. Every change makes a new one, so that forks share it, a failed operation keeps the old one, and
+nobody can change it behind the cache's back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from editable_cache.cache.pieces import merge, subtract
+from editable_cache.errors import FieldError, SpanError
+
+UNKNOWN = -1
+"""Id of a token that reached the cache unseen."""
+
+TENSORS = ("ids", "positions", "sources", "valid", "groups", "offsets")
+"""Per-slot records of a ledger, each ``[batch, length]``."""
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A named, half-open span of slots.
+
+    Attributes:
+        name: unique in its cache.
+        start, stop: slots ``[start, stop)``.
+        origin: ``"prefilled"``, ``"generated"``, ``"spliced"``, ``"erratum"`` or ``"unseen"``.
+        template: for a segment with fields, its text as ``(literal, field name or None)`` pieces.
+        note: where it comes from, for people.
+    """
+
+    name: str
+    start: int
+    stop: int
+    origin: str
+    template: tuple[tuple[str, str | None], ...] = ()
+    note: str = ""
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def span(self) -> Span:
+        """``(start, stop)``."""
+        return self.start, self.stop
+
+    def slots(self, start: int, stop: int) -> Span:
+        """Slots of the cache for tokens ``[start, stop)`` counted from the segment's own first token."""
+        if not 0 <= start < stop <= len(self):
+            raise SpanError(f"Segment {self.name!r}: expected 0 <= start < stop <= {len(self)}, got {start}, {stop}.")
+        return self.start + start, self.start + stop
+
+
+@dataclass(frozen=True)
+class Erratum:
+    """A correcting line: the segment that holds it and the value that it states."""
+
+    segment: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Field:
+    """A named value inside a segment.
+
+    Attributes:
+        name: unique in its cache.
+        value: what the text of the cache says.
+        segment: name of the segment whose template defines it.
+        spans: the tokens of each occurrence, as spans of slots.
+        errata: correcting lines in the context, oldest first; only the last one is live, the others are superseded.
+    """
+
+    name: str
+    value: str
+    segment: str
+    spans: tuple[Span, ...]
+    errata: tuple[Erratum, ...] = ()
+
+    @property
+    def current(self) -> str:
+        """The value that a reader of the whole context should believe."""
+        return self.errata[-1].value if self.errata else self.value
+
+
+@dataclass(frozen=True)
+class Stale:
+    """Cells ``[start, stop)`` that were computed before something in front of them changed."""
+
+    start: int
+    stop: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """What a spliced chunk was when it was compiled: its ids, and those that it had seen before them."""
+
+    ids: tuple[int, ...]
+    prefix_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Ledger:
+    """Record of every slot of a cache.
+
+    Attributes:
+        ids: int64 ``[batch, length]``; ``UNKNOWN`` where the token was never seen.
+        positions: int64 ``[batch, length]``, what the rotary embedding saw.
+        sources: int64 ``[batch, length]``, where the pristine bits of the cell were computed (``positions`` unless
+            moved).
+        valid: bool ``[batch, length]``, False for padding that nobody may attend to.
+        groups: int64 ``[batch, length]``; 0 for cells that saw everything before them, ``g > 0`` for cells of an
+            isolated chunk, which saw only what that chunk had seen.
+        offsets: int64 ``[batch, length]``, index of the token in its isolated chunk; 0 for group 0.
+        segments: ascending and without gaps, covering every slot.
+        fields: in order of definition.
+        stale: spans with causes; may overlap.
+        chunks: for each group, from 1 on, what its chunk was when it was compiled.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    sources: Tensor
+    valid: Tensor
+    groups: Tensor
+    offsets: Tensor
+    segments: tuple[Segment, ...] = ()
+    fields: tuple[Field, ...] = ()
+    stale: tuple[Stale, ...] = ()
+    chunks: tuple[Isolated, ...] = ()
+
+    @classmethod
+    def empty(cls, batch: int = 1) -> Ledger:
+        """A ledger without slots."""
+        none = torch.empty((batch, 0), dtype=torch.int64)
+        return cls(none, none, none, none.bool(), none, none)
+
+    def __len__(self) -> int:
+        return int(self.ids.shape[1])
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return int(self.ids.shape[0])
+
+    @property
+    def ids_known(self) -> bool:
+        """Whether every id that may be attended to was seen."""
+        return not bool(((self.ids == UNKNOWN) & self.valid).any())
+
+    def same(self, other: Ledger) -> bool:
+        """Whether both record exactly the same."""
+        values = ("segments", "fields", "stale", "chunks")
+        return all(torch.equal(getattr(self, t), getattr(other, t)) for t in TENSORS) and all(
+            getattr(self, v) == getattr(other, v) for v in values
+        )
+
+    # -- looking up
+
+    def next_positions(self, valid: Tensor) -> Tensor:
+        """Positions for new tokens: one after the largest position of the row, padding not counted.
+
+        Args:
+            valid: bool ``[batch, num_tokens]``, False for padding.
+
+        Returns:
+            int64 ``[batch, num_tokens]``; 0 for padding.
+        """
+        last = torch.full((self.batch, 1), -1, dtype=torch.int64)
+        if len(self):
+            last = self.positions.masked_fill(~self.valid, -1).amax(dim=1, keepdim=True)
+        return (last + valid.long().cumsum(dim=1)).masked_fill(~valid, 0)
+
+    def segment(self, name: str) -> Segment:
+        """The segment called ``name``.
+
+        Raises:
+            SpanError: if there is none; lists those there are.
+        """
+        for segment in self.segments:
+            if segment.name == name:
+                return segment
+        raise SpanError(f"Unknown segment {name!r}; this cache has {[segment.name for segment in self.segments]}.")
+
+    def field(self, name: str) -> Field:
+        """The field called ``name``.
+
+        Raises:
+            FieldError: if there is none; lists those there are.
+        """
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise FieldError(
+            f"Unknown field {name!r}; this cache has {[field.name for field in self.fields]}. Declare it with "
+            f"append('... {{{name}}} ...', fields={{{name!r}: value}})."
+        )
+
+    def free_name(self, wanted: str) -> str:
+        """``wanted``, with a number behind it if a segment is called that already."""
+        taken = {segment.name for segment in self.segments}
+        name, count = wanted, 1
+        while name in taken:
+            count += 1
+            name = f"{wanted} ({count})"
+        return name
+
+    def causes(self, start: int, stop: int) -> tuple[str, ...]:
+        """What the cells of a span are stale with respect to."""
+        return tuple(dict.fromkeys(s.cause for s in self.stale if s.start < stop and start < s.stop))
+
+    # -- changing
+
+    def extended(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        valid: Tensor,
+        segment: Segment,
+        *,
+        sources: Tensor | None = None,
+        group: int = 0,
+        offset: int = 0,
+    ) -> Ledger:
+        """With new slots at the end.
+
+        A segment continues the last one if it has its name, or no name and its origin; otherwise it becomes a new one.
+
+        Args:
+            group, offset: for cells of an isolated chunk, its number and the index of the first token in it.
+        """
+        start, count = len(self), ids.shape[1]
+        segments = self.segments
+        last = segments[-1] if segments else None
+        unnamed = not segment.name and last is not None and last.origin == segment.origin and not last.template
+        if last is not None and (segment.name == last.name or (unnamed and last.name.startswith(last.origin))):
+            segments = (*segments[:-1], replace(last, stop=last.stop + count))
+        elif count:
+            name = segment.name or self.free_name(segment.origin)
+            segments = (*segments, replace(segment, name=name, start=start, stop=start + count))
+        return replace(
+            self,
+            ids=torch.cat((self.ids, ids), dim=1),
+            positions=torch.cat((self.positions, positions), dim=1),
+            sources=torch.cat((self.sources, positions if sources is None else sources), dim=1),
+            valid=torch.cat((self.valid, valid), dim=1),
+            groups=torch.cat((self.groups, torch.full_like(ids, group)), dim=1),
+            offsets=torch.cat(
+                (
+                    self.offsets,
+                    (torch.arange(count) + offset if group else torch.zeros(count)).expand(ids.shape).long(),
+                ),
+                dim=1,
+            ),
+            segments=segments,
+        )
+
+    def truncated(self, length: int) -> Ledger:
+        """The first ``length`` slots; segments and fields that are cut off disappear."""
+        segments = tuple(
+            replace(s, stop=length, template=()) if s.stop > length else s for s in self.segments if s.start < length
+        )
+        cut = replace(
+            self,
+            **{name: getattr(self, name)[:, :length] for name in TENSORS},
+            segments=segments,
+            stale=tuple(replace(s, stop=min(s.stop, length)) for s in self.stale if s.start < length),
+        )
+        return cut.with_fields(f for f in self.fields if all(stop <= length for _, stop in f.spans))
+
+    def with_fields(self, fields: Iterable[Field]) -> Ledger:
+        """With these fields; errata whose segment is gone are forgotten."""
+        names = {segment.name for segment in self.segments}
+        kept = []
+        for field in fields:
+            kept.append(replace(field, errata=tuple(e for e in field.errata if e.segment in names)))
+        return replace(self, fields=tuple(kept))
+
+    def with_field(self, field: Field) -> Ledger:
+        """With ``field`` in place of the one of its name, or added."""
+        if any(old.name == field.name for old in self.fields):
+            return replace(self, fields=tuple(field if old.name == field.name else old for old in self.fields))
+        return replace(self, fields=(*self.fields, field))
+
+    def marked_stale(self, spans: Sequence[Span], cause: str) -> Ledger:
+        """With ``spans`` stale because of ``cause``."""
+        new = tuple(Stale(start, stop, cause) for start, stop in merge(spans))
+        return replace(self, stale=tuple(dict.fromkeys((*self.stale, *new))))
+
+    def marked_fresh(self, spans: Sequence[Span]) -> Ledger:
+        """After every layer of ``spans`` was recomputed: no longer stale, no longer part of an isolated chunk."""
+        stale = tuple(
+            Stale(start, stop, old.cause)
+            for old in self.stale
+            for start, stop in subtract([(old.start, old.stop)], spans)
+        )
+        groups, offsets, sources = self.groups.clone(), self.offsets.clone(), self.sources.clone()
+        for start, stop in spans:
+            groups[:, start:stop] = 0
+            offsets[:, start:stop] = 0
+            sources[:, start:stop] = self.positions[:, start:stop]
+        return replace(self, stale=stale, groups=groups, offsets=offsets, sources=sources)
+
+    def rows(self, indices: Tensor) -> Ledger:
+        """With the given rows of the batch, in this order."""
+        picked = {name: getattr(self, name)[indices] for name in TENSORS}
+        return replace(self, **picked)

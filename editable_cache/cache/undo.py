@@ -1,0 +1,56 @@
+"""What it takes to put a cache back bit for bit after an operation that failed half-way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from editable_cache.cache.layer import EditableLayer
+    from editable_cache.cache.store import Store
+
+Slots = Tensor | slice
+
+
+class Undo:
+    """Remembers lengths and storage of layers, and every cell that is overwritten while it is attached.
+
+    Storage is held by reference, so an operation that only appends costs nothing here; growing replaces the reference,
+    because the grown storage holds the same cells.
+    """
+
+    def __init__(self, layers: Sequence[EditableLayer]) -> None:
+        self._states = {id(layer): (layer, layer.state()) for layer in layers}
+        self._cells: list[tuple[EditableLayer, Store, Slots, dict[str, Tensor]]] = []
+        for layer in layers:
+            layer.undo = self
+
+    def keep(self, layer: EditableLayer, store: Store, slots: Slots) -> None:
+        """Copy cells that are about to be overwritten in ``store``."""
+        saved = {name: buffer[..., slots, :].clone() for name, buffer in store.buffers.items()}
+        self._cells.append((layer, store, slots, saved))
+
+    def grown(self, layer: EditableLayer, old: Store, new: Store) -> None:
+        """Note that ``new`` holds the layer's present cells of ``old``; forget ``old`` if nothing else needs it."""
+        _, state = self._states[id(layer)]
+        if (
+            state.store is old
+            and layer.length >= state.length
+            and not any(store is old for _, store, _, _ in self._cells)
+        ):
+            self._states[id(layer)] = (layer, state._replace(store=new))
+
+    def restore(self) -> None:
+        """Put every layer back."""
+        for _, store, slots, saved in reversed(self._cells):
+            for name, cells in saved.items():
+                store.buffers[name][..., slots, :] = cells
+        for layer, state in self._states.values():
+            layer.set_state(state)
+
+    def detach(self) -> None:
+        """Stop watching."""
+        for layer, _ in self._states.values():
+            layer.undo = None

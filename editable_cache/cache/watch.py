@@ -1,0 +1,112 @@
+"""Watching a model, so that the ledger holds every token that reaches one of its caches.
+
+Two forward hooks and a wrapper around ``generate`` are installed on a model when its first cache is made and removed
+when its last one is gone. The wrapper is needed because ``generate`` cuts the prompt to the part that the cache does
+not cover before any hook can see it: a cache of other tokens with the same length would pass unnoticed.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from editable_cache.adapters import host
+
+if TYPE_CHECKING:
+    from editable_cache.cache.ledgered import LedgeredCache
+
+_watches: weakref.WeakKeyDictionary[nn.Module, _Watch] = weakref.WeakKeyDictionary()
+
+
+def watch(model: nn.Module, cache: LedgeredCache) -> None:
+    """Let ``cache`` see what ``model`` is fed, for as long as the cache lives."""
+    found = _watches.get(model)
+    if found is None:
+        found = _watches[model] = _Watch(model)
+    found.add(cache)
+
+
+def is_watched(model: nn.Module) -> bool:
+    """Whether hooks are installed on ``model``."""
+    return model in _watches
+
+
+class _Watch:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._caches = 0
+        self._handles = [
+            model.register_forward_pre_hook(_before_forward, with_kwargs=True),
+            model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
+        ]
+        if hasattr(type(model), "generate"):
+            model.__dict__["generate"] = _WatchedGenerate(model)
+
+    def add(self, cache: LedgeredCache) -> None:
+        self._caches += 1
+        weakref.finalize(cache, self._drop)
+
+    def _drop(self) -> None:
+        self._caches -= 1
+        model = self._model()
+        if self._caches or model is None:
+            return
+        for handle in self._handles:
+            handle.remove()
+        model.__dict__.pop("generate", None)
+        _watches.pop(model, None)
+
+
+class _WatchedGenerate:
+    """``model.generate`` with the prompt checked against the cache first; otherwise the model's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        kind: Any = type(model)
+        functools.update_wrapper(self, kind.generate)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        assert model is not None
+        original = functools.partial(type(model).generate, model)  # type: ignore[attr-defined]
+        cache = host.cache_in(kwargs)
+        if not _is_ledgered(cache):
+            return original(*args, **kwargs)
+        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        mask = kwargs.get("attention_mask")
+        with cache.generating(model, ids, mask, own_positions="position_ids" not in kwargs):
+            return original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Any:
+        model = self._model()
+        copied = memo.get(id(model))
+        if copied is None:
+            raise TypeError("The watched generate of a model can only be copied together with its model.")
+        return types.MethodType(type(copied).generate, copied)
+
+
+def _is_ledgered(cache: Any) -> bool:
+    from editable_cache.cache.ledgered import LedgeredCache
+
+    return isinstance(cache, LedgeredCache)
+
+
+def _before_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    arguments = host.bind(module, args, kwargs)
+    cache = host.cache_in(arguments)
+    if not _is_ledgered(cache):
+        return None
+    return (), cache.begin_forward(module, arguments)
+
+
+def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = host.cache_in(kwargs)
+    if _is_ledgered(cache):
+        cache.end_forward(succeeded=output is not None)

@@ -1,0 +1,142 @@
+"""`KVChunk`: the cells of one token span, compiled somewhere, immutable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from editable_cache.errors import SpanError
+from editable_cache.spec import ModelIdentity
+
+LayerStates = Mapping[str, Tensor]
+"""Stored tensors of one layer by name, each ``[1, num_heads, seq_len, head_dim]``."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What the tokens of a chunk had seen when their cells were computed.
+
+    Attributes:
+        how: ``"precompiled"`` (alone, or after ``prefix_ids`` only) or ``"extracted"`` (cut out of a longer context).
+        prefix_ids: every id that stood before the chunk, in order; empty when it was compiled alone. A chunk that saw
+            something carries it with it: it is another chunk than the same ids compiled alone.
+        note: what was done to the context before an extraction, for people.
+    """
+
+    how: str
+    prefix_ids: tuple[int, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class KVChunk:
+    """Cells of a span of tokens at the positions where they were computed.
+
+    Immutable by agreement: operations read the tensors and never write them, and two caches spliced from one chunk
+    share nothing with it afterwards. Two chunks are compared by ``digest``, never by ``==``.
+
+    Attributes:
+        layers: one mapping for each layer, tensor name to ``[1, num_heads, seq_len, head_dim]``.
+        token_ids: int64 ``[seq_len]``.
+        position_ids: int64 ``[seq_len]``, where the rotary embedding had placed them.
+        model: who computed them.
+        provenance: what they had seen.
+        name: default segment name when spliced, or None.
+    """
+
+    layers: tuple[LayerStates, ...]
+    token_ids: Tensor
+    position_ids: Tensor
+    model: ModelIdentity
+    provenance: Provenance
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        length = self.token_ids.shape[0]
+        if self.token_ids.dim() != 1 or self.position_ids.shape != self.token_ids.shape:
+            raise SpanError(
+                f"A chunk needs one position for each token: expected [n] and [n], got {list(self.token_ids.shape)} "
+                f"and {list(self.position_ids.shape)}."
+            )
+        for layer_idx, states in enumerate(self.layers):
+            for name, tensor in states.items():
+                if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[-2] != length:
+                    raise SpanError(
+                        f"Layer {layer_idx} {name}: expected [1, num_heads, {length}, head_dim], got "
+                        f"{list(tensor.shape)}."
+                    )
+        object.__setattr__(self, "layers", tuple(MappingProxyType(dict(states)) for states in self.layers))
+
+    def __len__(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name or 'unnamed'}, {len(self)} tokens, {self.provenance.how})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored cells."""
+        return sum(tensor.nbytes for states in self.layers for tensor in states.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """Identity: ids, positions, producer and provenance, as 16 hex digits of a SHA-256 over unambiguous JSON."""
+        content = {
+            "ids": self.token_ids.tolist(),
+            "positions": self.position_ids.tolist(),
+            "model": self.model.to_dict(),
+            "provenance": [self.provenance.how, list(self.provenance.prefix_ids), self.provenance.note],
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def slice(self, start: int, stop: int) -> KVChunk:
+        """Tokens ``start`` to ``stop`` as a chunk of their own that has seen what stood before them; shares storage.
+
+        Raises:
+            SpanError: if the span is reversed or leaves the chunk.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise SpanError(f"Slice of {self!r}: expected 0 <= start <= stop <= {len(self)}, got {start}, {stop}.")
+        seen = (*self.provenance.prefix_ids, *self.token_ids[:start].tolist())
+        return self._derived(
+            layers=tuple({name: t[..., start:stop, :] for name, t in states.items()} for states in self.layers),
+            token_ids=self.token_ids[start:stop],
+            position_ids=self.position_ids[start:stop],
+            provenance=replace(self.provenance, how="extracted" if seen else self.provenance.how, prefix_ids=seen),
+        )
+
+    def renamed(self, name: str | None) -> KVChunk:
+        """The same chunk under another name; shares storage."""
+        return self._derived(name=name)
+
+    def equal_cells(self, other: KVChunk) -> bool:
+        """Whether ids, positions and every stored bit are the same."""
+        same = (
+            torch.equal(self.token_ids, other.token_ids)
+            and torch.equal(self.position_ids, other.position_ids)
+            and [set(states) for states in self.layers] == [set(states) for states in other.layers]
+        )
+        return same and all(
+            mine[name].dtype == theirs[name].dtype and torch.equal(mine[name], theirs[name])
+            for mine, theirs in zip(self.layers, other.layers, strict=True)
+            for name in mine
+        )
+
+    def _derived(self, **changes: Any) -> KVChunk:
+        values = {
+            "layers": self.layers,
+            "token_ids": self.token_ids,
+            "position_ids": self.position_ids,
+            "model": self.model,
+            "provenance": self.provenance,
+            "name": self.name,
+        }
+        return KVChunk(**{**values, **changes})

@@ -1,0 +1,1 @@
+"""Everything that runs the model: precompile, append, recompute, edit, verify."""

@@ -1,0 +1,97 @@
+"""Batches of caches of different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from editable_cache.cache import Ledger, LedgeredCache, Segment
+from editable_cache.cache.layer import EditableLayer
+from editable_cache.cache.ledger import TENSORS, Isolated
+from editable_cache.errors import SpanError
+
+
+def stack(into: LedgeredCache, caches: Sequence[LedgeredCache]) -> None:
+    """Fill the empty cache ``into`` with the rows of ``caches``, shorter ones padded on the left with masked slots.
+
+    Segments and fields of the single caches do not fit a batch: the stacked cache has one segment.
+
+    Raises:
+        SpanError: if a cache is empty or has another model.
+    """
+    if not caches or any(cache.model is not into.model for cache in caches):
+        raise SpanError("stack: expected at least one cache, all of the same model.")
+    for cache in caches:
+        cache.require_idle("stack")
+        cache.adopt()
+        cache.require_editable("stack")
+        if not len(cache.ledger):
+            raise SpanError("stack: expected caches with at least one token each, got an empty one.")
+    longest = max(len(cache.ledger) for cache in caches)
+    for layer_idx, layer in enumerate(into.editable_layers):
+        layers = [cache.editable_layers[layer_idx] for cache in caches]
+        layer.append(_joined([one.view() for one in layers], longest))
+        if any(one.pristine for one in layers):
+            names = {name for one in layers for name in one.pristine}
+            layer.pristine = _joined([{name: one.full_pristine(name) for name in names} for one in layers], longest)
+    chunks: list[Isolated] = []
+    columns: dict[str, list[Tensor]] = {name: [] for name in TENSORS}
+    for cache in caches:
+        ledger = replace(
+            cache.ledger, groups=torch.where(cache.ledger.groups > 0, cache.ledger.groups + len(chunks), 0)
+        )
+        chunks.extend(ledger.chunks)
+        for name in TENSORS:
+            column = getattr(ledger, name)
+            padding = column.new_zeros((ledger.batch, longest - len(ledger)))
+            columns[name].append(torch.cat((padding, column), dim=1))
+    stale = tuple(
+        replace(s, start=s.start + longest - len(cache.ledger), stop=s.stop + longest - len(cache.ledger))
+        for cache in caches
+        for s in cache.ledger.stale
+    )
+    tensors = {name: torch.cat(column) for name, column in columns.items()}
+    segments = (Segment("stacked", 0, longest, "prefilled", note=f"{len(caches)} caches"),)
+    into.ledger = replace(
+        Ledger.empty(), **tensors, segments=segments, stale=tuple(dict.fromkeys(stale)), chunks=tuple(chunks)
+    )
+
+
+def take_row(into: LedgeredCache, cache: LedgeredCache, row: int) -> None:
+    """Fill the empty cache ``into`` with one row of ``cache``, without its padding."""
+    ledger = cache.ledger.rows(torch.tensor([row]))
+    kept = ledger.valid[0].nonzero()[:, 0]
+    for mine, theirs in zip(into.editable_layers, cache.editable_layers, strict=True):
+        _copy_slots(mine, theirs, row, kept)
+    tensors = {name: getattr(ledger, name)[:, kept] for name in TENSORS}
+    if len(kept) == len(ledger):
+        into.ledger = ledger
+        return
+    before = torch.cat((torch.zeros(1, dtype=torch.int64), ledger.valid[0].long().cumsum(dim=0))).tolist()
+    stale = tuple(replace(s, start=before[s.start], stop=before[s.stop]) for s in ledger.stale)
+    segment = Segment("row", 0, len(kept), "prefilled", note=f"row {row} of a batch")
+    into.ledger = replace(
+        Ledger.empty(),
+        **tensors,
+        segments=(segment,),
+        stale=tuple(s for s in stale if s.start < s.stop),
+        chunks=ledger.chunks,
+    )
+
+
+def _copy_slots(mine: EditableLayer, theirs: EditableLayer, row: int, kept: Tensor) -> None:
+    slots = kept.to(theirs.device)
+    mine.append({name: tensor[row : row + 1].index_select(-2, slots) for name, tensor in theirs.view().items()})
+    mine.pristine = {
+        name: theirs.full_pristine(name)[row : row + 1].index_select(-2, slots) for name in theirs.pristine
+    }
+
+
+def _joined(rows: Sequence[dict[str, Tensor]], longest: int) -> dict[str, Tensor]:
+    return {
+        name: torch.cat([torch.nn.functional.pad(row[name], (0, 0, longest - row[name].shape[-2], 0)) for row in rows])
+        for name in rows[0]
+    }

@@ -1,0 +1,82 @@
+"""What an operation did and what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from editable_cache.cache import LedgeredCache, Segment, Stale
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Report of one operation.
+
+    Attributes:
+        operation: its name.
+        segment: the segment that it made or changed, as it stands afterwards, or None.
+        tokens_computed: tokens that ran through the model.
+        tokens_moved: tokens whose keys were rotated to another position.
+        tokens_pasted: tokens copied from a chunk.
+        seconds: wall time.
+        stale: every span of the cache that is stale now, with its cause.
+        notes: what else to know, for people.
+    """
+
+    operation: str
+    segment: Segment | None = None
+    tokens_computed: int = 0
+    tokens_moved: int = 0
+    tokens_pasted: int = 0
+    seconds: float = 0.0
+    stale: tuple[Stale, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        counts = [
+            (self.tokens_computed, "computed"),
+            (self.tokens_moved, "moved"),
+            (self.tokens_pasted, "pasted"),
+        ]
+        done = ", ".join(f"{count} {what}" for count, what in counts if count) or "nothing to do"
+        stale = f"; {sum(s.stop - s.start for s in self.stale)} cells stale" if self.stale else ""
+        return f"{self.operation}: {done} in {self.seconds * 1e3:.1f} ms{stale}"
+
+
+@dataclass
+class Tally:
+    """What an operation counts while it runs."""
+
+    segment: str | None = None
+    computed: int = 0
+    moved: int = 0
+    pasted: int = 0
+    notes: list[str] = field(default_factory=list)
+    outcome: Outcome | None = None
+
+    def done(self) -> Outcome:
+        """The outcome, after the operation has ended."""
+        assert self.outcome is not None
+        return self.outcome
+
+
+@contextmanager
+def operating(cache: LedgeredCache, name: str) -> Iterator[Tally]:
+    """Run an operation whole or not at all, and measure it."""
+    tally, started = Tally(), time.perf_counter()
+    with cache.operation(name):
+        yield tally
+        segments = {segment.name: segment for segment in cache.ledger.segments}
+        tally.outcome = Outcome(
+            name,
+            segments.get(tally.segment or ""),
+            tally.computed,
+            tally.moved,
+            tally.pasted,
+            time.perf_counter() - started,
+            cache.ledger.stale,
+            tuple(tally.notes),
+        )
+    cache.history.append(tally.outcome)

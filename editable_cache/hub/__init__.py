@@ -1,0 +1,1 @@
+"""Chunks and caches as files: safetensors and JSON, never pickle."""

@@ -1,0 +1,5 @@
+"""Pure tensor operations on cells: torch only, no model, no transformers."""
+
+from editable_cache.ops.rotate import Rotation, rotate_into, rotation
+
+__all__ = ["Rotation", "rotate_into", "rotation"]

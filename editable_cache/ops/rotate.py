@@ -1,0 +1,87 @@
+"""Move stored keys to other positions (also called re-rotation).
+
+A model writes ``R(position * inv_freq) k`` with the angle rounded to float32. Rotating by ``inv_freq * delta``
+therefore misses what the model itself would write, by 2e-2 at 120,000 positions. Here the model's own two float32
+angles are formed, and the key is turned by their difference, with cos and sin in float64: the error stays near 1e-7
+at every distance.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from editable_cache.spec import RotarySpec
+
+
+class Rotation(NamedTuple):
+    """A turn for every token, ready to be applied to any number of layers.
+
+    ``cos`` is float32 ``[batch or 1, 1, seq_len, rotary_dim]``, each value standing at both channels of its pair;
+    ``sin`` is ``[batch or 1, 1, seq_len, rotary_dim / 2]``, one for each pair.
+    """
+
+    rotary: RotarySpec
+    cos: Tensor
+    sin: Tensor
+
+    def slots(self, start: int, stop: int) -> Rotation:
+        """The turns of tokens ``start`` to ``stop``; shares storage."""
+        return Rotation(self.rotary, self.cos[..., start:stop, :], self.sin[..., start:stop, :])
+
+
+def rotation(rotary: RotarySpec, source: Tensor, target: Tensor, device: torch.device | str | None = None) -> Rotation:
+    """Turns that carry keys from ``source`` positions to ``target`` positions.
+
+    Args:
+        rotary: the rotation of the tensor to be moved.
+        source, target: integer positions ``[seq_len]`` or ``[batch, seq_len]``.
+        device: where the tables are wanted; that of ``target`` by default.
+    """
+    inv_freq = torch.tensor(rotary.inv_freq, dtype=torch.float32)
+    source, target = torch.broadcast_tensors(source.cpu(), target.cpu())
+    angle = _angle(target, inv_freq).double() - _angle(source, inv_freq).double()
+    if angle.dim() == 2:
+        angle = angle[None]
+    angle = angle[:, None]
+    cos, sin = angle.cos().float(), angle.sin().float()
+    both = torch.cat((cos, cos), dim=-1) if rotary.layout == "half" else cos.repeat_interleave(2, dim=-1)
+    where = device if device is not None else target.device
+    return Rotation(rotary, both.to(where), sin.to(where))
+
+
+def _angle(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    return positions.to(torch.float32)[..., None] * inv_freq  # float32, as the model rounds it
+
+
+def rotate_into(out: Tensor, states: Tensor, turn: Rotation) -> None:
+    """Write ``states`` turned by ``turn`` into ``out``; both ``[batch, heads, seq_len, head_dim]``, not overlapping.
+
+    Arithmetic is float32 (float64 for float64 states); the result is cast once, on writing. Channels outside the
+    rotated slice are copied.
+    """
+    start, stop = turn.rotary.start, turn.rotary.stop
+    if start > 0:
+        out[..., :start].copy_(states[..., :start])
+    if stop < states.shape[-1]:
+        out[..., stop:].copy_(states[..., stop:])
+    wide = torch.promote_types(states.dtype, torch.float32)
+    direct = states.dtype == out.dtype == wide
+    turned = out[..., start:stop] if direct else torch.empty_like(out[..., start:stop], dtype=wide)
+    source, cos, sin = states[..., start:stop].to(wide), turn.cos.to(wide), turn.sin.to(wide)
+    first, second = _pairs(source, turn.rotary.layout)
+    turned_first, turned_second = _pairs(turned, turn.rotary.layout)
+    torch.mul(source, cos, out=turned)  # whole rows at once: two passes over half rows would take half as long again
+    turned_first.addcmul_(second, sin, value=-1)
+    turned_second.addcmul_(first, sin)
+    if not direct:
+        out[..., start:stop].copy_(turned)
+
+
+def _pairs(states: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    if layout == "half":
+        middle = states.shape[-1] // 2
+        return states[..., :middle], states[..., middle:]
+    return states[..., 0::2], states[..., 1::2]
