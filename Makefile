@@ -49,7 +49,7 @@ $(STAMP_LOWEST): pyproject.toml
 	@touch $@
 
 demo: $(STAMP)
-	@$(VENV)/bin/python examples/demo.py
+	@OMP_WAIT_POLICY=passive $(VENV)/bin/python examples/demo.py
 
 lint: $(STAMP)
 	@echo "== ruff"
@@ -77,7 +77,8 @@ test-matrix:
 	@$(MAKE) --no-print-directory test-lowest
 
 bench: $(STAMP)
-	@$(VENV)/bin/python benchmarks/bench.py $(BENCH_ARGS)
+	@$(VENV)/bin/python benchmarks/compose.py $(BENCH_ARGS)
+	@$(VENV)/bin/python benchmarks/fidelity.py $(BENCH_ARGS)
 
 format: $(STAMP)
 	@$(VENV)/bin/ruff check --quiet --fix

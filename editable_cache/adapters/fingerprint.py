@@ -1,9 +1,8 @@
 """Who a model is: digests of everything that decides what its keys and values are.
 
-The digest of the weights reads every byte once and is remembered until a parameter is written (autograd's version
-counters and storage addresses tell) or a small sample of each tensor changes (writes through ``.data`` leave the
-counters alone). It guards against accident, not against an adversary: integer sums over rows of 4,096 elements,
-hashed with BLAKE2.
+The digest of the weights reads every byte once and is remembered until a parameter is written: autograd's version
+counters and storage addresses tell, and the first element of each tensor (writes through ``.data`` leave the counters
+alone).
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ import hashlib
 import json
 import sys
 import weakref
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from editable_cache.adapters import host
+from editable_cache.ops import checksum
 from editable_cache.spec import ModelIdentity
-
-ROW = 4096
-SAMPLE = 8
 
 NEUTRAL_CONFIG_FIELDS = frozenset(
     {
@@ -63,49 +60,52 @@ NEUTRAL_CONFIG_FIELDS = frozenset(
 
 class _Known(NamedTuple):
     state: tuple[Any, ...]
-    sample: tuple[Any, ...]
-    weights: str
+    identity: ModelIdentity
 
 
-_weights: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+_identities: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 _tokenizers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def identify(model: nn.Module, tokenizer: Any = None) -> ModelIdentity:
     """The identity of a model as it stands now, and of a tokenizer if one took part."""
-    config = model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
-    frequencies = {name: t.tolist() for name, t in model.named_buffers() if "inv_freq" in name}
-    return ModelIdentity(
-        model_type=str(config.model_type),
-        config=_digest({k: v for k, v in config.to_dict().items() if k not in NEUTRAL_CONFIG_FIELDS}),
-        weights=weights_digest(model),
-        adapters=_active_adapters(model),
-        rotary=_digest(frequencies),
-        dtype=str(model.dtype).removeprefix("torch."),
-        tokenizer="" if tokenizer is None else tokenizer_digest(tokenizer),
-    )
+    state = weights_state(model), _config_digest(model)
+    known = _identities.get(model)
+    if known is None or known.state != state:
+        _identities[model] = known = _Known(state, _measure(model))
+    return known.identity if tokenizer is None else replace(known.identity, tokenizer=tokenizer_digest(tokenizer))
+
+
+def weights_state(model: nn.Module) -> tuple[Any, ...]:
+    """Cheap token that changes when a parameter or buffer is written or replaced, or adapters switch."""
+    found = []
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                sample = 0.0 if tensor.is_meta or not tensor.numel() else tensor.detach()[(0,) * tensor.dim()].item()
+                found.append((tensor.data_ptr(), tensor._version, sample))
+    return tuple(found), str(getattr(model, "dtype", "")), _active_adapters(model)
 
 
 def weights_digest(model: nn.Module) -> str:
     """Digest of every parameter and persistent buffer, by name, shape, dtype and content."""
-    state = weights_state(model)
-    sample = tuple(_sample(tensor) for _, tensor in _tensors(model))
-    known = _weights.get(model)
-    if known is not None and known.state == state and known.sample == sample:
-        return known.weights
     hasher = hashlib.blake2b(digest_size=16)
-    for name, tensor in _tensors(model):
-        hasher.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
-        hasher.update(_row_sums(tensor).numpy().tobytes())
-    _weights[model] = _Known(state, sample, hasher.hexdigest())
-    return _weights[model].weights
+    for name, tensor in model.state_dict().items():
+        hasher.update(f"{name}\0{checksum(tensor)}\0".encode())
+    return hasher.hexdigest()
 
 
-def weights_state(model: nn.Module) -> tuple[Any, ...]:
-    """Cheap token that changes when a parameter is written or replaced, adapters switch, or a frequency changes."""
-    tensors = tuple((tensor.data_ptr(), tensor._version) for _, tensor in model.named_parameters())
-    buffers = tuple((tensor.data_ptr(), tensor._version) for _, tensor in model.named_buffers())
-    return tensors, buffers, _active_adapters(model)
+def _measure(model: nn.Module) -> ModelIdentity:
+    config = host.text_config(model.config)
+    frequencies = {name: t.tolist() for name, t in model.named_buffers() if "inv_freq" in name}
+    return ModelIdentity(
+        model_type=str(config.model_type),
+        config=_config_digest(model),
+        weights=weights_digest(model),
+        adapters=_active_adapters(model),
+        rotary=_digest(frequencies),
+        dtype=str(host.dtype_of(model)).removeprefix("torch."),
+    )
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -119,23 +119,9 @@ def tokenizer_digest(tokenizer: Any) -> str:
         return _tokenizers[tokenizer]
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.state_dict().items()
-
-
-def _row_sums(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().reshape(-1)
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    numbers = flat.view(whole)
-    rows = numbers.numel() // ROW * ROW
-    sums = numbers[:rows].view(-1, ROW).sum(dim=1, dtype=torch.int64)
-    return torch.cat((sums, numbers[rows:].sum(dtype=torch.int64)[None])).cpu()
-
-
-def _sample(tensor: Tensor) -> Any:
-    flat = tensor.detach().reshape(-1)
-    step = max(flat.numel() // SAMPLE, 1)
-    return tuple(flat[::step][:SAMPLE].tolist())
+def _config_digest(model: nn.Module) -> str:
+    content = host.text_config(model.config).to_dict()
+    return _digest({key: value for key, value in content.items() if key not in NEUTRAL_CONFIG_FIELDS})
 
 
 def _active_adapters(model: nn.Module) -> str:

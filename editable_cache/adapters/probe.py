@@ -196,6 +196,6 @@ def _mask_form(model: nn.Module, ids: Tensor, base: _Prefill, layout: host.Cache
         except Exception:  # whatever a model raises on a form of mask that it does not know
             continue
         honoured = relative_error(first, second) <= tolerance
-        if honoured and relative_error(first, base.logits[:, hidden:]) > 10 * tolerance:
+        if honoured and relative_error(first, base.logits[:, hidden:]) > tolerance:
             return form
     return "none"

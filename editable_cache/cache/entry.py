@@ -93,7 +93,14 @@ def check_batch(ledger: Ledger, batch: int) -> int:
     )
 
 
-def prepare(ledger: Ledger, arguments: dict[str, Any], *, own_positions: bool, prompt_length: int | None) -> Entry:
+def prepare(
+    ledger: Ledger,
+    arguments: dict[str, Any],
+    *,
+    own_positions: bool,
+    prompt_length: int | None,
+    again: Ledger | None = None,
+) -> Entry:
     """Check the arguments of one forward and complete them.
 
     Args:
@@ -103,6 +110,8 @@ def prepare(ledger: Ledger, arguments: dict[str, Any], *, own_positions: bool, p
             ledger's replace them.
         prompt_length: in the first forward of a ``generate`` whose prompt starts with what the cache holds, the
             length of that prompt: assisted decoding feeds all of it.
+        again: the ledger up to the end of the prompt, if the prompt's last token was in the cache and runs again: it
+            keeps its position.
     """
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     given = ids if ids is not None else embeds
@@ -115,7 +124,7 @@ def prepare(ledger: Ledger, arguments: dict[str, Any], *, own_positions: bool, p
     batch, count = given.shape[0], given.shape[1]
     arguments, valid = _complete_mask(ledger, arguments, batch, count)
     seen = ids.detach().cpu().long() if ids is not None else torch.full((batch, count), UNKNOWN)
-    arguments, positions = _complete_positions(ledger, arguments, valid, own_positions)
+    arguments, positions = _complete_positions(ledger, arguments, valid, own_positions, again)
     return Entry(arguments, seen, positions, valid)
 
 
@@ -178,7 +187,7 @@ def _mask_message(got: int, length: int, count: int) -> str:
 
 
 def _complete_positions(
-    ledger: Ledger, arguments: dict[str, Any], valid: Tensor, own_positions: bool
+    ledger: Ledger, arguments: dict[str, Any], valid: Tensor, own_positions: bool, again: Ledger | None
 ) -> tuple[dict[str, Any], Tensor]:
     given = arguments.get("position_ids")
     batch, count = valid.shape
@@ -190,6 +199,9 @@ def _complete_positions(
     if length == 0:
         return arguments, stock
     positions = ledger.next_positions(valid)
+    if again is not None:
+        last = again.positions[:, -1:].repeat_interleave(batch // again.batch, dim=0)
+        positions = (positions + last - positions[:, :1]).masked_fill(~valid, 0)
     reference = stock if given is None else (given if given.dim() == 2 else given[0]).cpu().expand(batch, count)
     if torch.equal(positions, reference):
         return arguments, positions

@@ -176,8 +176,9 @@ class EditableLayer(DynamicLayer):
 
     def append(self, states: Mapping[str, Tensor]) -> None:
         """Write ``states`` behind the last slot."""
-        extra = next(iter(states.values())).shape[-2]
-        if self._store is None:
+        first = next(iter(states.values()))
+        extra = first.shape[-2]
+        if self._store is None or (not self.length and self._batch() != first.shape[0]):
             self.set_store(Store.allocate(states, 0), 0)
         assert self._store is not None
         if wants_graph(states) or wants_graph(self._store.buffers):
@@ -192,8 +193,9 @@ class EditableLayer(DynamicLayer):
         assert self._store is not None
         self._grow(extra)
         start, stop = self.length, self.length + extra
-        if self.undo is not None and start < self._store.used and not self._store.shared:
-            self.undo.keep(self, self._store, slice(start, min(stop, self._store.used)))
+        held = 0 if self.undo is None else self.undo.held(self, self._store)
+        if start < held:
+            self.undo.keep(self, self._store, slice(start, min(stop, held)))  # type: ignore[union-attr]
         self._store.used = self.length = stop
         return self.view(start)
 
@@ -224,6 +226,11 @@ class EditableLayer(DynamicLayer):
         self.truncate(start)
         self.append(tail)
         self.pristine = dict(pristine)
+
+    def settle(self, slots: Tensor) -> None:
+        """Take what ``slots`` hold now as pristine."""
+        if self.pristine:
+            self._renew_pristine(slots, {name: self.view()[name].index_select(-2, slots) for name in self.pristine})
 
     def full_pristine(self, name: str) -> Tensor:
         """Tensor ``name`` of every slot as first computed, ``[batch, num_heads, seq_len, head_dim]``."""

@@ -309,6 +309,43 @@ class Ledger:
             sources[:, start:stop] = self.positions[:, start:stop]
         return replace(self, stale=stale, groups=groups, offsets=offsets, sources=sources)
 
+    def recomputed(self, whole: Tensor, partly: Tensor) -> Ledger:
+        """After chosen cells were computed anew: in every layer at slots ``whole``, in some layers at ``partly``.
+
+        Cells that were exact have not changed by it. Where others have, live cells behind them that were not computed
+        anew know what stood there before.
+        """
+        inexact = (self.groups != 0).any(dim=0)
+        known_stale = torch.zeros(len(self), dtype=torch.bool)
+        for span in self.stale:
+            known_stale[span.start : span.stop] = True
+        chosen = torch.cat((whole, partly))
+        changed = chosen[(inexact | known_stale)[chosen]]
+        fresh = self.marked_fresh(merge([(slot, slot + 1) for slot in whole.tolist()]))
+        stale = torch.zeros(len(self), dtype=torch.bool)
+        if len(changed):
+            stale[int(changed.min()) + 1 :] = True
+            stale &= ~inexact & ~known_stale
+            stale[whole] = False
+        if len(partly):
+            stale[partly] |= inexact[partly]
+            groups, offsets, sources = fresh.groups.clone(), fresh.offsets.clone(), fresh.sources.clone()
+            groups[:, partly] = offsets[:, partly] = 0
+            sources[:, partly] = self.positions[:, partly]
+            fresh = replace(fresh, groups=groups, offsets=offsets, sources=sources)
+        return fresh.marked_stale([(slot, slot + 1) for slot in stale.nonzero()[:, 0].tolist()], "recompute")
+
+    def with_last(self, ids: Tensor, positions: Tensor) -> Ledger:
+        """After the last slot ran again: ``ids`` and ``positions`` are ``[batch, 1]``, of as many or more rows."""
+        repeats = ids.shape[0] // self.batch
+        ledger = self if repeats == 1 else self.rows(torch.arange(self.batch).repeat_interleave(repeats))
+        ledger = replace(
+            ledger,
+            ids=torch.cat((ledger.ids[:, :-1], ids), dim=1),
+            positions=torch.cat((ledger.positions[:, :-1], positions), dim=1),
+        )
+        return ledger.marked_fresh([(len(self) - 1, len(self))])
+
     def rows(self, indices: Tensor) -> Ledger:
         """With the given rows of the batch, in this order."""
         picked = {name: getattr(self, name)[indices] for name in TENSORS}

@@ -19,7 +19,7 @@ from editable_cache.cache.layer import EditableLayer, LayerState
 from editable_cache.cache.ledger import UNKNOWN, Ledger, Segment
 from editable_cache.cache.undo import Undo
 from editable_cache.cache.watch import watch
-from editable_cache.errors import BusyError, LedgerError, UnsupportedModelError
+from editable_cache.errors import BusyError, LedgerError, SpanError, UnsupportedModelError
 
 
 class Snapshot(NamedTuple):
@@ -62,8 +62,11 @@ class LedgeredCache(DynamicCache):
         self.activity: str | None = None
         self._pending: _Pending | None = None
         self._library_forward = False
+        self._library_runs = False
+        self._refused = False
         self._own_positions = False
         self._prompt_length: int | None = None
+        self._again: Ledger | None = None
         self._steps = 0
         self.history: list[Any] = []
         if model is not None:
@@ -81,14 +84,28 @@ class LedgeredCache(DynamicCache):
         self.ledger = Ledger.empty()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove ``-tokens_to_remove`` tokens from the end (a number <= 0, as in transformers)."""
+        """Remove ``-tokens_to_remove`` tokens from the end (a number <= 0, as in transformers).
+
+        Raises:
+            SpanError: for a number > 0.
+            BusyError: during a forward.
+        """
+        self._require_still("crop")
+        if tokens_to_remove > 0:
+            raise SpanError(
+                f"crop: expected a count of tokens to remove as a number <= 0, got {tokens_to_remove}; call "
+                f"crop(-{tokens_to_remove}) to remove {tokens_to_remove} tokens from the end."
+            )
         self.adopt()
         super().crop(tokens_to_remove)
         self.ledger = self.ledger.truncated(max(len(self.ledger) + tokens_to_remove, 0))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Pick rows of the batch, as beam search does."""
-        self.batch_select_indices(beam_idx)
+        self._require_still("reorder_cache")
+        self.adopt()
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # not by batch_select_indices, which leaves recurrent state where it is
+        self.ledger = self.ledger.rows(beam_idx.cpu())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times."""
@@ -97,6 +114,7 @@ class LedgeredCache(DynamicCache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows (indices or a bool mask), in this order."""
+        self._require_still("batch_select_indices")
         self.adopt()
         super().batch_select_indices(indices)
         self.ledger = self.ledger.rows(indices.cpu())
@@ -151,8 +169,11 @@ class LedgeredCache(DynamicCache):
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to ``snapshot``; it stays valid."""
         self.require_idle("restore")
-        for layer, state in zip(self.editable_layers, snapshot.layers, strict=True):
+        layers = self.editable_layers
+        for layer, state in zip(layers, snapshot.layers, strict=False):
             layer.set_state(state)
+        for layer in layers[len(snapshot.layers) :]:  # made by a first forward after the snapshot
+            layer.reset()
         self.ledger = snapshot.ledger
 
     def fork(self) -> LedgeredCache:
@@ -187,16 +208,30 @@ class LedgeredCache(DynamicCache):
         Raises:
             BusyError: naming both.
         """
-        running = self.activity or ("a forward" if self._pending is not None else None)
+        running = self.activity or ("a forward" if self._pending is not None or self._library_runs else None)
         if running is not None:
             raise BusyError(
                 f"{operation}: the cache is in use by {running}; wait until it returns, or work on a fork made "
                 "before. If a forward was interrupted from the keyboard, call cache.recover()."
             )
 
+    @property
+    def _has_foreign_layers(self) -> bool:
+        return len(self.editable_layers) != len(self.layers)
+
+    @property
+    def _is_moving(self) -> bool:
+        """Whether a forward or an operation is changing the layers now (between the steps of ``generate`` none is)."""
+        return self._pending is not None or self._library_runs or self.activity not in (None, "generate")
+
+    def _require_still(self, operation: str) -> None:
+        if self._is_moving:
+            self.require_idle(operation)
+
     def recover(self) -> None:
         """After an interrupt in the middle of a bare ``model(...)`` call: put the cache back to before that call."""
         self._abandon_pending()
+        self._refused = self._library_forward = self._library_runs = False
         self.activity = None
 
     def adopt(self) -> None:
@@ -205,6 +240,8 @@ class LedgeredCache(DynamicCache):
         Raises:
             LedgerError: if the layers do not hold the same number of tokens.
         """
+        if self._is_moving:
+            return  # layers run ahead of the ledger until the forward or operation ends
         lengths = {layer.get_seq_length() for layer in self.editable_layers if layer.is_initialized}
         if len(lengths) > 1:
             raise LedgerError(
@@ -241,7 +278,8 @@ class LedgeredCache(DynamicCache):
         undo = Undo(self.editable_layers)
         self.activity = name
         try:
-            yield
+            with torch.no_grad():
+                yield
         except BaseException:
             undo.restore()
             for layer, state in foreign:
@@ -264,21 +302,33 @@ class LedgeredCache(DynamicCache):
             LedgerError: if the prompt is not a continuation of the cache.
             BusyError: if the cache is in use.
         """
+        if self.model is None:
+            yield
+            return
         self.require_idle("generate")
         self._require_own(model)
         self.adopt()
-        self._prompt_length = None
+        self._prompt_length, self._again = None, None
+        ledger, undo = self.ledger, Undo([] if self._has_foreign_layers else self.editable_layers)
         if isinstance(ids, Tensor) and len(self.ledger):
             entry.check_batch(self.ledger, ids.shape[0])
             prompt = entry.check_prompt(self.ledger, ids, mask if isinstance(mask, Tensor) else None)
+            if prompt.keep < min(len(self.ledger), ids.shape[1]):
+                self._again = self.ledger.truncated(ids.shape[1])
             self.crop(prompt.keep - len(self.ledger))
             self._prompt_length = prompt.length
         self.activity, self._own_positions, self._steps = "generate", own_positions, 0
         try:
             yield
-        finally:
+        except BaseException:
             self._abandon_pending()
-            self.activity = None
+            if not self._has_foreign_layers:
+                undo.restore()
+                self.ledger = ledger
+            raise
+        finally:
+            undo.detach()
+            self.activity, self._again = None, None
 
     @contextmanager
     def library_forward(self) -> Iterator[None]:
@@ -287,23 +337,27 @@ class LedgeredCache(DynamicCache):
         try:
             yield
         finally:
-            self._library_forward = False
+            self._library_forward = self._library_runs = False
 
     # -- called by the hooks
 
     def begin_forward(self, model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
         """Check and complete the arguments of a forward; remember how to take it back."""
+        if self.model is None:
+            return arguments
         if self._library_forward:
+            self._library_forward, self._library_runs = False, True  # for this forward only, not for one inside it
             return arguments
         self._require_own(model)
-        self._abandon_pending()
+        if self._pending is not None or self._library_runs or self.activity not in (None, "generate"):
+            self._refused = True  # the hook after this call must not end the forward that is running
+            self.require_idle("forward")
         self.adopt()
         given = arguments.get("input_ids")
         given = given if given is not None else arguments.get("inputs_embeds")
-        undo, ledger = (
-            Undo(self.editable_layers) if self.activity in (None, "generate") else None,
-            self.ledger,
-        )
+        # within generate, the whole of it is taken back
+        alone = self.activity is None or self._has_foreign_layers
+        undo, ledger = Undo(self.editable_layers if alone else []), self.ledger
         try:
             if given is not None:
                 repeats = entry.check_batch(self.ledger, given.shape[0])
@@ -317,19 +371,23 @@ class LedgeredCache(DynamicCache):
                 arguments,
                 own_positions=self._own_positions and generating,
                 prompt_length=self._prompt_length if generating and not self._steps else None,
+                again=self._again if generating and not self._steps else None,
             )
         except BaseException:
-            if undo is not None:
-                undo.restore()
-                undo.detach()
+            undo.restore()
+            undo.detach()
             self.ledger = ledger
             raise
-        self._pending = _Pending(checked, undo or Undo([]), ledger)
+        self._pending = _Pending(checked, undo, ledger)
         return checked.arguments
 
     def end_forward(self, *, succeeded: bool) -> None:
         """Record the tokens of a forward, or take it back."""
-        if self._library_forward or self._pending is None:
+        if self._refused:
+            self._refused = False
+            return
+        if self._library_runs or self._pending is None:
+            self._library_runs = False
             return
         if not succeeded:
             self._abandon_pending()
@@ -347,8 +405,13 @@ class LedgeredCache(DynamicCache):
         self._pending = None
         origin = "generated" if self.activity == "generate" and self._steps else "prefilled"
         self._steps += 1
-        segment = Segment("", 0, 0, origin)
-        self.ledger = self.ledger.extended(checked.ids, checked.positions, checked.valid, segment)
+        first = 0
+        if self._again is not None:  # the last token of the prompt ran again: it keeps its segment and fields
+            first, self.ledger = 1, self._again.with_last(checked.ids[:, :1], checked.positions[:, :1])
+            self._again = None
+        ids, positions, valid = checked.ids[:, first:], checked.positions[:, first:], checked.valid[:, first:]
+        if ids.shape[1]:
+            self.ledger = self.ledger.extended(ids, positions, valid, Segment("", 0, 0, origin))
 
     def _abandon_pending(self) -> None:
         if self._pending is not None:

@@ -46,14 +46,14 @@ class Store:
         Args:
             length: slots of the layer that is going to write.
             extra: slots that it is going to write.
-            headroom: leave half as much again when growing, so that token-by-token appends copy a constant number of
-                times each slot.
+            headroom: leave a quarter more when growing, so that token-by-token appends copy each slot a constant
+                number of times.
         """
         needed = length + extra
         fits = needed <= self.capacity
         if fits and (length == self.used or not self.shared) and self._writable():
             return self
-        grown = Store.allocate(self.buffers, needed + (needed // 2 + 64 if headroom else 0))
+        grown = Store.allocate(self.buffers, needed + (needed // 4 + 64 if headroom else 0))
         for name, buffer in self.buffers.items():
             grown.buffers[name][..., :length, :].copy_(buffer[..., :length, :].detach())
         grown.used = length

@@ -32,6 +32,11 @@ class Undo:
         saved = {name: buffer[..., slots, :].clone() for name, buffer in store.buffers.items()}
         self._cells.append((layer, store, slots, saved))
 
+    def held(self, layer: EditableLayer, store: Store) -> int:
+        """How many slots of ``store`` must be kept before they are overwritten."""
+        _, state = self._states[id(layer)]
+        return state.length if state.store is store else 0
+
     def grown(self, layer: EditableLayer, old: Store, new: Store) -> None:
         """Note that ``new`` holds the layer's present cells of ``old``; forget ``old`` if nothing else needs it."""
         _, state = self._states[id(layer)]

@@ -8,6 +8,7 @@ not cover before any hook can see it: a cache of other tokens with the same leng
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ class _Watch:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._caches = 0
+        _remove_copied_hooks(model)
         self._handles = [
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
@@ -62,6 +64,22 @@ class _Watch:
         _watches.pop(model, None)
 
 
+def _remove_copied_hooks(model: nn.Module) -> None:
+    """A deep copy of a watched model brings hooks along that nobody would ever remove."""
+    for hooks, ours in (
+        (model._forward_pre_hooks, _before_forward),
+        (model._forward_hooks, _after_forward),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]
+            for flags in (
+                model._forward_pre_hooks_with_kwargs,
+                model._forward_hooks_with_kwargs,
+                model._forward_hooks_always_called,
+            ):
+                flags.pop(key, None)
+
+
 class _WatchedGenerate:
     """``model.generate`` with the prompt checked against the cache first; otherwise the model's own."""
 
@@ -69,6 +87,7 @@ class _WatchedGenerate:
         self._model = weakref.ref(model)
         kind: Any = type(model)
         functools.update_wrapper(self, kind.generate)
+        self.__signature__ = inspect.signature(types.MethodType(kind.generate, model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
@@ -81,6 +100,10 @@ class _WatchedGenerate:
         mask = kwargs.get("attention_mask")
         with cache.generating(model, ids, mask, own_positions="position_ids" not in kwargs):
             return original(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Pickled with its model as the model's plain method."""
+        return getattr, (self._model(), "generate")
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Any:
         model = self._model()

@@ -14,6 +14,7 @@ from editable_cache.cache.ledger import TENSORS, Isolated
 from editable_cache.errors import SpanError
 
 
+@torch.no_grad()
 def stack(into: LedgeredCache, caches: Sequence[LedgeredCache]) -> None:
     """Fill the empty cache ``into`` with the rows of ``caches``, shorter ones padded on the left with masked slots.
 
@@ -56,10 +57,15 @@ def stack(into: LedgeredCache, caches: Sequence[LedgeredCache]) -> None:
     tensors = {name: torch.cat(column) for name, column in columns.items()}
     segments = (Segment("stacked", 0, longest, "prefilled", note=f"{len(caches)} caches"),)
     into.ledger = replace(
-        Ledger.empty(), **tensors, segments=segments, stale=tuple(dict.fromkeys(stale)), chunks=tuple(chunks)
+        Ledger.empty(),
+        **tensors,  # type: ignore[arg-type]
+        segments=segments,
+        stale=tuple(dict.fromkeys(stale)),
+        chunks=tuple(chunks),
     )
 
 
+@torch.no_grad()
 def take_row(into: LedgeredCache, cache: LedgeredCache, row: int) -> None:
     """Fill the empty cache ``into`` with one row of ``cache``, without its padding."""
     ledger = cache.ledger.rows(torch.tensor([row]))

@@ -82,6 +82,7 @@ def insert(cache: LedgeredCache, tokenizer: Any, content: TextOrIds, at: int, *,
         if not 0 <= at <= length:
             raise SpanError(f"insert: expected at= a slot in [0, {length}], got {at}.")
         ids = encode(tokenizer, content, first=at == 0)
+        run.check_ids(model, ids, "insert")
         if not len(ids):
             tally.notes.append("empty text: nothing to insert")
         else:
@@ -101,7 +102,7 @@ def remove(cache: LedgeredCache, where: Where, *, close_gap: bool = True) -> Out
     """Forget a span; see ``EditableCache.remove``."""
     with operating(cache, "remove") as tally:
         start, stop = resolve(cache.ledger, where, "remove")
-        if start < SINK_TOKENS < len(cache.ledger):
+        if start < SINK_TOKENS < len(cache.ledger) and stop < len(cache.ledger):
             warnings.warn(
                 f"Removing slots [{start}, {stop}) takes away tokens among the first {SINK_TOKENS}, which attention "
                 "leans on: models often read such a context badly. Keep the first tokens, or recompute what follows.",
@@ -128,7 +129,8 @@ def remove_span(cache: LedgeredCache, tally: Tally, start: int, stop: int, *, cl
             layer.truncate(start)
         cache.ledger = ledger.truncated(start)
     else:
-        rearrange(cache, _spec(cache, "remove") if close_gap else None, pieces, positions)
+        moved = close_gap or any(layer.pristine for layer in cache.editable_layers)
+        rearrange(cache, _spec(cache, "remove") if moved else None, pieces, positions)
         cache.ledger = cache.ledger.marked_stale(
             [(start, length - stop + start)], f"removal of {' and '.join(map(repr, names))}"
         )
@@ -178,7 +180,7 @@ def extract(cache: LedgeredCache, tokenizer: Any, where: Where, *, name: str | N
     )
     return KVChunk(
         layers=tuple(
-            {name: tensor[..., start:stop, :].clone() for name, tensor in layer.view().items()}
+            {name: tensor[..., start:stop, :].detach().clone() for name, tensor in layer.view().items()}
             for layer in cache.editable_layers
         ),
         token_ids=ids.clone(),
@@ -195,6 +197,11 @@ def require_compatible(identity: ModelIdentity, chunk: KVChunk, operation: str) 
     Raises:
         CompatibilityError: with every fact that differs.
     """
+    if not isinstance(chunk, KVChunk):
+        raise CompatibilityError(
+            f"{operation}: expected a KVChunk or Skill, got {type(chunk).__name__}; compile text with "
+            "Skill.precompile(model, tokenizer, text, name=...), or append() it."
+        )
     reasons = compare(identity, chunk.model)
     if reasons:
         raise CompatibilityError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from editable_cache.adapters import host
 from editable_cache.cache import LedgeredCache
 from editable_cache.errors import LedgerError
+from editable_cache.forward import run
 from editable_cache.forward.append import encode_rows
 from editable_cache.forward.text import TextOrIds, encode
 
@@ -35,6 +36,9 @@ def inputs(cache: LedgeredCache, tokenizer: Any, content: TextOrIds | Sequence[s
     rows = ids.shape[0] if first else max(ids.shape[0], ledger.batch)
     if ids.shape[0] not in (1, rows) or (ledger.batch not in (1, rows) and not first):
         raise LedgerError(f"inputs: expected one content, or one for each of {ledger.batch} rows, got {ids.shape[0]}.")
+    if cache.model is not None:
+        run.check_ids(cache.model, ids, "inputs")
+        run.check_padding(cache, valid, "inputs")
     if not first:
         ids = torch.cat((ledger.ids.masked_fill(~ledger.valid, 0).expand(rows, -1), ids.expand(rows, -1)), dim=1)
         valid = torch.cat((ledger.valid.expand(rows, -1), valid.expand(rows, -1)), dim=1)

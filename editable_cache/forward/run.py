@@ -13,7 +13,6 @@ from tqdm import tqdm
 from editable_cache.adapters import host, model_spec
 from editable_cache.cache import UNKNOWN, LedgeredCache, Segment
 from editable_cache.cache.layer import Scatter
-from editable_cache.cache.pieces import merge
 from editable_cache.errors import LedgerError, SpanError, UnsupportedModelError
 from editable_cache.spec import LayerSpec, ModelSpec
 
@@ -50,6 +49,38 @@ def check_limit(model: nn.Module, last_position: int, operation: str) -> None:
         )
 
 
+def check_ids(model: nn.Module, ids: Tensor, operation: str) -> None:
+    """Refuse ids that the model has no embedding for (on a GPU they would take the whole process down).
+
+    Raises:
+        SpanError: naming the first one.
+    """
+    size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    wrong = ids[(ids < 0) | (ids >= size)]
+    if wrong.numel():
+        raise SpanError(
+            f"{operation}: expected token ids in [0, {size}), got {int(wrong[0])}; use the tokenizer of this model."
+        )
+
+
+def check_padding(cache: LedgeredCache, valid: Tensor, operation: str) -> None:
+    """Refuse padding behind the cache where a sliding window, which counts slots, would count it.
+
+    Raises:
+        UnsupportedModelError: naming the window.
+    """
+    if not len(cache.ledger) or bool(valid.all()) or cache.model is None:
+        return
+    windows = [window for window in host.cache_layout(cache.model.config).windows if window is not None]
+    total = len(cache.ledger) + valid.shape[1]
+    if windows and total > min(windows):
+        raise UnsupportedModelError(
+            f"{operation}: expected contents of one length for all rows, got padding in the middle of {total} slots: "
+            f"this model's sliding window counts slots ({min(windows)}), so shorter rows would see less than alone. "
+            "unstack() the cache and run the rows one by one, or give all rows equally many tokens."
+        )
+
+
 def extend(
     cache: LedgeredCache,
     ids: Tensor,
@@ -72,6 +103,7 @@ def extend(
     model = require_model(cache, "append")
     valid = torch.ones(ids.shape, dtype=torch.bool) if valid is None else valid
     positions = cache.ledger.next_positions(valid) if positions is None else positions
+    check_ids(model, ids, "append")
     check_limit(model, int(positions.max()), "append")
     logits = forward_at_end(cache, ids, positions, torch.cat((cache.ledger.valid, valid), dim=1))
     cache.ledger = cache.ledger.extended(ids, positions, valid, segment)
@@ -135,7 +167,9 @@ def recompute_slots(cache: LedgeredCache, slots: Tensor, rows: Tensor | None = N
         for low, high in _pieces(len(slots), SCATTER_TOKENS, "recompute"):
             _scatter(cache, slots[low:high], None if rows is None else rows[:, low:high])
     whole = torch.ones(len(slots), dtype=torch.bool) if rows is None else rows.all(dim=0)
-    cache.ledger = ledger.marked_fresh(merge([(slot, slot + 1) for slot in slots[whole].tolist()]))
+    for layer in cache.editable_layers:
+        layer.settle(slots[~whole].to(layer.device))
+    cache.ledger = ledger.recomputed(slots[whole], slots[~whole])
     return len(slots)
 
 

@@ -167,6 +167,7 @@ def _carry_out_exact(cache: LedgeredCache, tally: Tally, plan: Plan, ids: Tensor
 
 def _carry_out_approximate(cache: LedgeredCache, tally: Tally, plan: Plan, ids: Tensor, seam_tokens: int) -> None:
     model = run.require_model(cache, "sync")
+    run.check_ids(model, ids, "sync")
     run.check_limit(model, len(ids) - 1, "sync")
     run.spec_for_masks(model, "an approximate sync")
     placed, fresh = [], []

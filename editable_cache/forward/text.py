@@ -43,7 +43,12 @@ def encode(tokenizer: Any, text_or_ids: TextOrIds, *, first: bool) -> Tensor:
             return torch.empty(0, dtype=torch.int64)
         ids = require_tokenizer(tokenizer, "text")(text_or_ids, add_special_tokens=first)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64)
-    ids = torch.as_tensor(text_or_ids)
+    try:
+        ids = torch.as_tensor(text_or_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _TokenError(
+            f"token ids: expected text, a list of integers or an id tensor, got {type(text_or_ids).__name__}: {error}."
+        ) from error
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.dim() != 1 or (ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool)):
@@ -164,6 +169,9 @@ def boundary_ok(tokenizer: Any, left: str | Tensor, right: str) -> bool:
 
 def warn_at_boundary(tokenizer: Any, left: Tensor, right: str) -> None:
     """Warn where a text does not continue the ids before it as the joined text would."""
+    left = left[-CONTEXT_TOKENS:]
+    if bool((left < 0).any()):
+        return  # unknown ids: nobody can tell
     if len(left) and right and not boundary_ok(tokenizer, left, right):
         end = tokenizer.decode(left[-2:], clean_up_tokenization_spaces=False)
         warnings.warn(

@@ -75,6 +75,7 @@ class _Substituting(DynamicLayer):
         return super().update(keys, values)
 
 
+@torch.no_grad()
 def verify(cache: LedgeredCache, tolerance: float | None = None) -> Verification:
     """Compare every cell with its oracle; see ``EditableCache.verify``. Changes nothing."""
     cache.require_idle("verify")
@@ -104,7 +105,7 @@ def verify(cache: LedgeredCache, tolerance: float | None = None) -> Verification
         ),
         default=0.0,
     )
-    mine = run.next_token_logits(cache) if not bool(held[:, -1].any()) else logits
+    mine = run.next_token_logits(cache).float() if not bool(held[:, -1].any()) else logits
     full = _prefill(cache, None)
     kl = (full.log_softmax(-1).exp() * (full.log_softmax(-1) - mine.log_softmax(-1))).sum(-1)
     return Verification(

@@ -28,7 +28,8 @@ def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
             "save_pretrained: expected a cache with a model, got none: nobody could tell whose cells these are."
         )
     cache.require_editable("save_pretrained")
-    tensors = {f"ledger.{name}": getattr(cache.ledger, name) for name in TENSORS}
+    # cloned: positions and sources may be one tensor, which safetensors refuses
+    tensors = {f"ledger.{name}": getattr(cache.ledger, name).clone() for name in TENSORS}
     for layer_idx, layer in enumerate(cache.editable_layers):
         tensors |= {f"layers.{layer_idx}.{name}": tensor for name, tensor in layer.view().items()}
         tensors |= {f"pristine.{layer_idx}.{name}": tensor for name, tensor in layer.pristine.items()}

@@ -1,0 +1,82 @@
+"""Paired timing: variants take turns in one process, so that noise of the machine meets all of them alike."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+
+import editable_cache
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def paired(
+    variants: Mapping[str, Callable[[], Any]], *, rounds: int, prepare: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each variant in each round; every variant runs once unmeasured first.
+
+    ``prepare`` runs, unmeasured, before each measured call.
+    """
+    for run in variants.values():
+        prepare()
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, run in variants.items():
+            prepare()
+            started = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def ratios(slow: list[float], fast: list[float]) -> dict[str, float]:
+    """Median and quartiles of ``slow / fast``, round by round."""
+    values = sorted(a / b for a, b in zip(slow, fast, strict=True))
+    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+    return {"median": round(median, 3), "q1": round(low, 3), "q3": round(high, 3), "rounds": len(values)}
+
+
+def milliseconds(seconds: list[float]) -> dict[str, float]:
+    """Median and quartiles in milliseconds."""
+    low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (seconds[0],) * 3
+    return {"median_ms": round(median * 1e3, 2), "q1_ms": round(low * 1e3, 2), "q3_ms": round(high * 1e3, 2)}
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine."""
+    return {
+        "editable_cache": editable_cache.__version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def write(name: str, content: Mapping[str, Any]) -> Path:
+    """Write a result as JSON beside the benchmarks."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({**content, "environment": environment()}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
