@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from demo_measure import cosine, kl, plain_prefill
-from demo_scene import NEW, OLD, SECOND_QUESTION, START_OF_ANSWER, Scene
+from demo_scene import NEW, OLD, SECOND_QUESTION, START_OF_ANSWER, Scene, one_line
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -24,7 +24,7 @@ def compare_arms(console: Console, scene: Scene, cache: EditableCache, tokens: i
         f"{length} tokens are in the cache. Those behind the order were computed while it said {OLD!r}. Each way "
         "to edit gets a fork of this cache (no copy until it writes) and the same second question:\n"
         f"customer: {SECOND_QUESTION}\n"
-        f"model:    {START_OF_ANSWER} ...",
+        f"model:    {one_line(START_OF_ANSWER)} ...",
         markup=False,
     )
     rows = [run_arm(scene, cache, arm, tokens) for arm in track(ARMS, "editing", console=console, transient=True)]
@@ -34,7 +34,7 @@ def compare_arms(console: Console, scene: Scene, cache: EditableCache, tokens: i
         numbers.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
     for column in ("arm", "computed", "moved", "ms"):
         answers.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
-    answers.add_column(f"{START_OF_ANSWER} ...")
+    answers.add_column(f"{one_line(START_OF_ANSWER)} ...")
     new = scene.tokenizer(" " + NEW, add_special_tokens=False)["input_ids"][0]
     for row in rows:
         logits = row["logits"]
@@ -55,7 +55,8 @@ def compare_arms(console: Console, scene: Scene, cache: EditableCache, tokens: i
         "correcting line if it has one. It says how faithful the cache is to its own text (stale: the old text).\n"
         f"full, top: against the arm full, whose text says {NEW!r} and was computed whole. Arms with a correcting "
         "line, and hoist, read another text than full, so a difference there need not be an error.\n"
-        f"p({NEW}): probability of that next token. KL in nats. computed, moved, ms: tokens and time of the edit; the question costs every arm the same.\n"
+        f"p({NEW}): probability of that next token. KL in nats. computed, moved, ms: tokens and time of the edit; the "
+        "question costs every arm the same.\n"
         "This is a small model and it may decide badly. The table shows how near each edit comes to recomputing, not "
         "whether the answer is right."
     )

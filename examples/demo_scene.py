@@ -23,8 +23,8 @@ RECORD = (
 )
 FIRST_QUESTION = "Please refund my order 7731. What is its order_status, and what happens now?"
 OLD, NEW = "pending", "delivered"
-SECOND_QUESTION = "Has anything changed? What is the order_status of my order now?"
-START_OF_ANSWER = "The order_status is"
+SECOND_QUESTION = "Read the order record again, please."
+START_OF_ANSWER = "order_number: 7731\norder_status:"
 """Put into the agent's mouth, so that the next token is the status."""
 
 
@@ -60,7 +60,12 @@ class Scene:
 
     def shown(self, ids: torch.Tensor) -> str:
         """Generated ids as one line of text."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip().replace("\n", " / ")
+        return one_line(str(self.tokenizer.decode(ids, skip_special_tokens=True)))
+
+
+def one_line(text: str) -> str:
+    """A text with its line breaks shown as strokes."""
+    return text.strip().replace("\n", " / ")
 
 
 def load(name: str, *, quick: bool) -> Scene:

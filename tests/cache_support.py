@@ -95,9 +95,7 @@ def forward(cache: Any, ids: Tensor, *, model: Any = None, **kwargs: Any) -> Ten
 def go_on(cache: EditableCache, content: Any = "", **kwargs: Any) -> Tensor:
     """Greedy ids from here, whole sequence."""
     inputs = cache.inputs(content)
-    out = generate(
-        cache, inputs["input_ids"], model=cache.model, attention_mask=inputs["attention_mask"], **kwargs
-    )
+    out = generate(cache, inputs["input_ids"], model=cache.model, attention_mask=inputs["attention_mask"], **kwargs)
     return out.sequences
 
 
@@ -123,9 +121,7 @@ class Snapshot:
         self.layers = [
             {name: tensor.detach().clone() for name, tensor in layer.view().items()} for layer in cache.editable_layers
         ]
-        self.pristine = [
-            {name: t.clone() for name, t in layer.pristine.items()} for layer in cache.editable_layers
-        ]
+        self.pristine = [{name: t.clone() for name, t in layer.pristine.items()} for layer in cache.editable_layers]
 
     def check(self, cache: EditableCache) -> None:
         assert cache.ledger.same(self.ledger), "the ledger changed"
@@ -141,7 +137,9 @@ class Snapshot:
 
 
 @contextmanager
-def refused(cache: EditableCache, kind: type[EditableCacheError], builtin: type[Exception], *words: str) -> Iterator[None]:
+def refused(
+    cache: EditableCache, kind: type[EditableCacheError], builtin: type[Exception], *words: str
+) -> Iterator[None]:
     """What runs inside must raise ``kind`` (also a ``builtin``) naming all ``words``, and leave the cache as it was."""
     before = Snapshot(cache)
     with pytest.raises(kind) as caught:

@@ -40,6 +40,11 @@ def rearrange(cache: LedgeredCache, spec: ModelSpec | None, placed: Sequence[Pla
     """
     pieces = [item.piece for item in placed]
     ledger = _arranged_ledger(cache.ledger, placed, positions)
+    if bool((positions[ledger.valid] < 0).any()):
+        raise SpanError(
+            f"expected positions >= 0, got {int(positions[ledger.valid].min())}: tokens that follow stand before the "
+            "span that goes. Reposition them first, or remove with close_gap=False."
+        )
     start = untouched_prefix(pieces)
     still = (cache.ledger.positions[:, :start] == positions[:, :start]).all(dim=0)
     start = int(still.long().cumprod(dim=0).sum())
@@ -170,7 +175,7 @@ def _move(out: Tensor, states: Tensor, turn: Rotation | None) -> None:
     if turn is None:
         out.copy_(states)
     else:
-        rotate_into(out, states, turn)
+        rotate_into(out, states, turn.to(out.device))
 
 
 def _turns(spec: ModelSpec, source: Tensor, target: Tensor, device: torch.device | None) -> dict[RotarySpec, Rotation]:
@@ -239,7 +244,7 @@ def _arranged_ledger(ledger: Ledger, placed: Sequence[Placed], positions: Tensor
         stale=stale,
         chunks=tuple(chunks),
     )
-    return arranged.with_fields(_arranged_fields(ledger.fields, pieces))
+    return arranged.with_fields(arranged_fields(ledger.fields, pieces))
 
 
 def _arranged_segments(ledger: Ledger, placed: Sequence[Placed]) -> tuple[Segment, ...]:
@@ -280,7 +285,12 @@ def _with_unique_names(segments: Sequence[Segment]) -> list[Segment]:
     return unique
 
 
-def _arranged_fields(fields: Sequence[Field], pieces: Sequence[Piece]) -> list[Field]:
+def arranged_fields(fields: Sequence[Field], pieces: Sequence[Piece]) -> list[Field]:
+    """Fields of the new order, without those that are gone.
+
+    Raises:
+        SpanError: if an occurrence of a field would be cut.
+    """
     arranged = []
     for field in fields:
         spans = []
@@ -294,5 +304,5 @@ def _arranged_fields(fields: Sequence[Field], pieces: Sequence[Piece]) -> list[F
                 )
             spans.extend(moved)
         if spans:
-            arranged.append(replace(field, spans=tuple(spans)))
+            arranged.append(replace(field, spans=tuple(sorted(spans))))
     return arranged

@@ -335,6 +335,12 @@ class Ledger:
             fresh = replace(fresh, groups=groups, offsets=offsets, sources=sources)
         return fresh.marked_stale([(slot, slot + 1) for slot in stale.nonzero()[:, 0].tolist()], "recompute")
 
+    def mixed(self, start: int, stop: int, cause: str) -> Ledger:
+        """Cells ``[start, stop)`` are of no isolated chunk and of no live prefill: stale from the beginning."""
+        groups, offsets = self.groups.clone(), self.offsets.clone()
+        groups[:, start:stop] = offsets[:, start:stop] = 0
+        return replace(self, groups=groups, offsets=offsets).marked_stale([(start, stop)], cause)
+
     def with_last(self, ids: Tensor, positions: Tensor) -> Ledger:
         """After the last slot ran again: ``ids`` and ``positions`` are ``[batch, 1]``, of as many or more rows."""
         repeats = ids.shape[0] // self.batch

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from editable_cache.adapters import identify, model_spec
 from editable_cache.cache import UNKNOWN, Ledger, LedgeredCache, Segment
-from editable_cache.cache.arrange import Placed, extend_with_chunk, rearrange
+from editable_cache.cache.arrange import Placed, arranged_fields, extend_with_chunk, rearrange
 from editable_cache.cache.pieces import Blank, Keep, Paste
 from editable_cache.chunk import KVChunk, Provenance
 from editable_cache.errors import CompatibilityError, ContextWarning, LedgerError, SpanError
@@ -67,6 +67,8 @@ def splice(
             run.spec_for_masks(model, "splice in the middle")
             insert_piece(cache, tally, slot, Placed(Paste(chunk), segment), f"insertion of {segment.name!r}")
             run.recompute_slots(cache, torch.arange(slot, slot + seam))
+        if chunk.provenance.note and seam < len(chunk):  # a mixture: no forward of these ids would give such cells
+            cache.ledger = cache.ledger.mixed(slot + seam, slot + len(chunk), chunk.provenance.note)
         tally.segment = segment.name
         tally.computed += seam
         tally.moved += len(chunk) - seam
@@ -125,9 +127,10 @@ def remove_span(cache: LedgeredCache, tally: Tally, start: int, stop: int, *, cl
         tally.moved += length - stop
     positions = torch.cat((ledger.positions[:, :start], later), dim=1)
     if stop == length:
+        fields = arranged_fields(ledger.fields, [Keep(0, start)])
         for layer in cache.editable_layers:
             layer.truncate(start)
-        cache.ledger = ledger.truncated(start)
+        cache.ledger = ledger.truncated(start).with_fields(fields)
     else:
         moved = close_gap or any(layer.pristine for layer in cache.editable_layers)
         rearrange(cache, _spec(cache, "remove") if moved else None, pieces, positions)
@@ -172,6 +175,9 @@ def extract(cache: LedgeredCache, tokenizer: Any, where: Where, *, name: str | N
     causes = ledger.causes(start, stop)
     seen = tuple(ledger.ids[0, :start].tolist())
     isolated = bool((ledger.groups[0, start:stop] != 0).any())
+    whole = _isolated_prefix(ledger, start, stop)
+    if whole is not None:  # a piece of one isolated chunk has seen what that chunk had seen, and nothing else
+        seen, causes, isolated = whole, (), False
     note = "; ".join(
         [
             *(f"stale: {cause}" for cause in causes),
@@ -189,6 +195,17 @@ def extract(cache: LedgeredCache, tokenizer: Any, where: Where, *, name: str | N
         provenance=Provenance("extracted" if seen or note else "precompiled", seen, note),
         name=name,
     )
+
+
+def _isolated_prefix(ledger: Ledger, start: int, stop: int) -> tuple[int, ...] | None:
+    """What the cells of a span had seen if all belong to one isolated chunk, in order; else None."""
+    groups, offsets = ledger.groups[0, start:stop], ledger.offsets[0, start:stop]
+    first = int(offsets[0])
+    in_order = torch.equal(offsets, torch.arange(first, first + stop - start))
+    if not int(groups[0]) or bool((groups != groups[0]).any()) or not in_order:
+        return None
+    chunk = ledger.chunks[int(groups[0]) - 1]
+    return (*chunk.prefix_ids, *chunk.ids[:first])
 
 
 def require_compatible(identity: ModelIdentity, chunk: KVChunk, operation: str) -> None:

@@ -231,9 +231,11 @@ def _make_room(
 
 
 def _close_up(positions: Tensor, placed: list[Placed], total: int) -> Tensor:
-    """Positions of the new order: kept tokens keep their distance to the token before them, new ones follow by one."""
+    """Positions of the new order: kept tokens, and the first of new ones, keep their distance to the token before them;
+    further new ones follow by one.
+    """
     new = torch.zeros((positions.shape[0], total), dtype=torch.int64)
-    offset = 0
+    offset = old = 0
     for item in placed:
         piece, count = item.piece, len(item.piece)
         before = new[:, offset - 1 : offset] if offset else torch.full_like(positions[:, :1], -1)
@@ -241,7 +243,9 @@ def _close_up(positions: Tensor, placed: list[Placed], total: int) -> Tensor:
             kept = positions[:, piece.start : piece.stop]
             step = kept[:, :1] - positions[:, piece.start - 1 : piece.start] if piece.start else kept[:, :1] + 1
             new[:, offset : offset + count] = before + step + (kept - kept[:, :1])
+            old = piece.stop
         else:
-            new[:, offset : offset + count] = before + 1 + torch.arange(count)
+            step = positions[:, old : old + 1] - (positions[:, old - 1 : old] if old else -1)
+            new[:, offset : offset + count] = before + step + torch.arange(count)
         offset += count
     return new

@@ -78,6 +78,7 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
             "tensors of one shape [batch, length]",
             shapes,
         )
+        _check_spans(ledger, folder)
         for layer_idx, layer in enumerate(cache.editable_layers):
             if len(ledger):
                 states = {name: tensors[f"layers.{layer_idx}.{name}"] for name in ("keys", "values")}
@@ -96,6 +97,25 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ArtifactError(f"{folder}: the manifest does not fit the format: {error!r}.") from error
     cache.ledger = ledger
+
+
+def _check_spans(ledger: Ledger, folder: str | Path) -> None:
+    borders = [0, *(border for segment in ledger.segments for border in segment.span), len(ledger)]
+    require(
+        borders[::2] == borders[1::2] and all(segment.start < segment.stop for segment in ledger.segments),
+        folder,
+        "segments",
+        f"spans that cover {len(ledger)} slots without gaps",
+        [segment.span for segment in ledger.segments],
+    )
+    spans = [span for field in ledger.fields for span in field.spans] + [(s.start, s.stop) for s in ledger.stale]
+    wrong = [span for span in spans if not 0 <= span[0] < span[1] <= len(ledger)]
+    require(not wrong, folder, "fields and stale", f"spans inside of {len(ledger)} slots", wrong)
+    names = {segment.name for segment in ledger.segments}
+    lost = [field.name for field in ledger.fields if field.segment not in names]
+    require(not lost, folder, "fields", f"segments of {sorted(names)}", lost)
+    group = int(ledger.groups.max()) if ledger.groups.numel() else 0
+    require(0 <= group <= len(ledger.chunks), folder, "chunks", f"{group} isolated chunks", len(ledger.chunks))
 
 
 def _field(values: dict[str, Any]) -> Field:

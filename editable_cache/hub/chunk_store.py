@@ -51,6 +51,9 @@ def load_chunk(folder: str | Path) -> tuple[KVChunk, str | None]:
     require(text is None or isinstance(text, str), folder, "text", "a text or null", text)
     token_ids = _integers(manifest, "token_ids", folder)
     position_ids = _integers(manifest, "position_ids", folder)
+    require(
+        len(position_ids) == len(token_ids), folder, "position_ids", f"{len(token_ids)} integers", len(position_ids)
+    )
     provenance = _mapping(manifest, "provenance", folder)
     note, how = provenance.get("note", ""), provenance.get("how")
     require(

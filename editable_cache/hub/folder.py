@@ -42,7 +42,7 @@ def write_folder(folder: str | Path, tensors: Mapping[str, Tensor], manifest: Ma
         _sync(temporary)
         os.replace(temporary, payload)
         sealed = {**manifest, "payload": payload.name, "payload_sha256": digest, "checksums": _checksums(tensors)}
-        content = json.dumps(sealed, indent=1, sort_keys=True)
+        content = json.dumps({**sealed, "seal": seal(sealed)}, indent=1, sort_keys=True)
         draft = folder / f".manifest-{os.getpid()}.tmp"
         draft.write_text(content, encoding="utf-8")
         _sync(draft)
@@ -133,7 +133,18 @@ def _read_manifest(folder: Path, kind: str) -> dict[str, Any]:
             (manifest.get("kind"), manifest.get("version")) if isinstance(manifest, dict) else type(manifest).__name__
         )
         raise ArtifactError(f"{path}: expected kind {kind!r}, version 1, got {found}.")
+    found = seal({key: value for key, value in manifest.items() if key != "seal"})
+    if manifest.get("seal") != found:
+        raise ArtifactError(
+            f"{path}: expected seal {found}, got {manifest.get('seal')!r}: the manifest was changed after it was "
+            "written; save or download it again."
+        )
     return manifest
+
+
+def seal(manifest: Mapping[str, Any]) -> str:
+    """Digest of a manifest's content: ids that no longer belong to their cells must not pass. Against accident only."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _is_hub_blob(payload: Path) -> bool:

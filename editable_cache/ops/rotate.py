@@ -31,6 +31,10 @@ class Rotation(NamedTuple):
         """The turns of tokens ``start`` to ``stop``; shares storage."""
         return Rotation(self.rotary, self.cos[..., start:stop, :], self.sin[..., start:stop, :])
 
+    def to(self, device: torch.device) -> Rotation:
+        """The same turns on another device (layers of one model may live on several); itself if it is there."""
+        return Rotation(self.rotary, self.cos.to(device), self.sin.to(device))
+
 
 def rotation(rotary: RotarySpec, source: Tensor, target: Tensor, device: torch.device | str | None = None) -> Rotation:
     """Turns that carry keys from ``source`` positions to ``target`` positions.

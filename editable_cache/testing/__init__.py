@@ -1,1 +1,1 @@
-""""""
+"""Public test kit: tiny models, two small pretrained ones, oracles, tolerances. Nothing of the package imports it."""

@@ -29,7 +29,7 @@ from editable_cache.skill import Skill
 from editable_cache.testing import strategies
 from editable_cache.testing.cache_model import CacheModel
 from editable_cache.testing.contents import generated, logits_after, random_ids, same_bits, shared_model, states_of
-from editable_cache.testing.machine_support import TOKENIZER, MachineSupport
+from editable_cache.testing.machine_support import TOKENIZER, MachineSupport, ModelFailure, failing
 
 LONGEST = 64
 """Slots from which on nothing is added."""
@@ -48,13 +48,20 @@ with_field = precondition(lambda machine: bool(machine.cache.fields))
 class CacheMachine(MachineSupport):
     """Rules are operations; invariants say what must hold after each of them."""
 
-    @initialize()
-    def start(self) -> None:
-        """An empty cache and two chunks, one longer than a tiny window and one of a single token."""
+    @initialize(fields=st.integers(0, 2), errata=st.integers(0, 2))
+    def start(self, fields: int, errata: int) -> None:
+        """A cache, empty or with fields that have errata, and chunks of more than a tiny window and of one token."""
         self.runs_on = self.model if self.model is not None else shared_model(self.family)
         self.cache, self.perfect = EditableCache(self.runs_on, tokenizer=TOKENIZER), CacheModel()
         self.chunks = [Skill.precompile(self.runs_on, None, random_ids(n, n), name="c") for n in (10, 1)]
-        self.cells, self.asides, self.saved = {}, [], {}
+        self.cells, self.asides, self.saved, self.steps = {}, [], {}, 0
+        for name in NAMES[:fields]:
+            self.append_fields(name, "pending", twice=name == NAMES[1])
+        for number, name in enumerate(NAMES[: min(errata, fields)]):
+            self.attempt(
+                lambda name=name, number=number: self.cache.erratum(name, f"{number}"),  # type: ignore[misc]
+                lambda name=name, number=number: self.correct(name, f"{number}"),  # type: ignore[misc]
+            )
 
     # -- grow
 
@@ -232,10 +239,10 @@ class CacheMachine(MachineSupport):
         else:  # a new list; which fields survive is the cache's to say
             self.perfect, self.cells = CacheModel(), {}
             self.perfect.append(content)
-            spans = [(field.name, span) for field in self.cache.fields for span in field.spans]
-            for name, (start, stop) in spans:
-                tokens = self.perfect.tokens
-                tokens[start:stop] = [replace(token, field=name) for token in tokens[start:stop]]
+            tokens = self.perfect.tokens
+            for field in self.cache.fields:
+                for index, (start, stop) in enumerate(field.spans):
+                    tokens[start:stop] = [replace(token, field=(field.name, index)) for token in tokens[start:stop]]
 
     # -- time
 
@@ -300,6 +307,34 @@ class CacheMachine(MachineSupport):
         ]
         self.expect_refusal(operations[which % len(operations)], (EditableCacheError, IndexError))
 
+    @filled
+    @rule(which=st.integers(0, 99), at=fractions, value=strategies.values())
+    def fail_half_way(self, which: int, at: float, value: str) -> None:
+        """The model raises when all layers have been written."""
+        cache, slot = self.cache, round(at * (len(self.perfect) - 1))
+        mask = torch.zeros(len(self.perfect), dtype=torch.bool)
+        mask[slot] = mask[0] = True
+        operations: list[Callable[[], object]] = [
+            lambda: cache.append([5, 6, 7]),
+            lambda: cache.recompute(mask),
+            lambda: cache.recompute((slot, len(self.perfect))),
+            lambda: cache.insert([5, 6, 7], slot),
+            lambda: cache.splice(self.chunks[0], slot),
+            lambda: cache.splice(self.chunks[0]),
+            lambda: cache.sync([*self.perfect.ids[:slot], 299]),
+            lambda: logits_after(self.runs_on, torch.tensor([5, 6]), cache),
+            lambda: generated(self.runs_on, cache, torch.tensor([5]), 2),
+            lambda: cache.next_token_logits(),
+        ]
+        for field in cache.fields:
+            operations += [
+                lambda name=field.name: cache.edit(name, value + " 7", method="suffix"),  # type: ignore[misc]
+                lambda name=field.name: cache.edit(name, value + " 7", method="hoist"),  # type: ignore[misc]
+                lambda name=field.name: cache.refresh_field(name, value + " 7"),  # type: ignore[misc]
+            ]
+        with failing(self.runs_on.get_output_embeddings()):
+            self.expect_refusal(operations[which % len(operations)], (EditableCacheError, ModelFailure))
+
     # -- what must hold
 
     @invariant()
@@ -320,7 +355,7 @@ class CacheMachine(MachineSupport):
 
     @invariant()
     def fields_say_their_value(self) -> None:
-        names = {token.field for token in self.perfect.tokens} - {None}
+        names = {token.field[0] for token in self.perfect.tokens if token.field is not None}
         assert {field.name for field in self.cache.fields} == names
         for field in self.cache.fields:
             assert list(field.spans) == self.perfect.spans_of(field.name)
@@ -344,6 +379,10 @@ class CacheMachine(MachineSupport):
 
     @invariant()
     def forks_stay_as_they_were(self) -> None:
+        self.steps += 1
+        if self.steps % 3 == 0:  # often, so that every operation meets shared storage
+            twin = self.cache.fork()
+            self.asides = [*self.asides[-2:], (twin, states_of(twin), twin.ledger)]
         for aside, states, ledger in self.asides:
             assert same_bits(states_of(aside), states)
             assert aside.ledger.same(ledger)

@@ -16,11 +16,11 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Token:
-    """One slot: id, position, the field it belongs to, and a number that no other token ever has."""
+    """One slot: id, position, the field it belongs to (name and which occurrence), and a number of its own."""
 
     id: int
     position: int
-    field: str | None = None
+    field: tuple[str, int] | None = None
     number: int = dataclasses.field(default_factory=itertools.count().__next__)
 
 
@@ -53,15 +53,17 @@ class CacheModel:
         return CacheModel(list(self.tokens))
 
     def spans_of(self, name: str) -> list[Span]:
-        """Runs of tokens of a field."""
-        slots = [slot for slot, token in enumerate(self.tokens) if token.field == name]
-        starts = [slot for slot in slots if slot - 1 not in slots]
-        return [(start, next(s for s in slots if s >= start and s + 1 not in slots) + 1) for start in starts]
+        """Slots of each occurrence of a field, ascending."""
+        slots: dict[tuple[str, int], list[int]] = {}
+        for slot, token in enumerate(self.tokens):
+            if token.field is not None and token.field[0] == name:
+                slots.setdefault(token.field, []).append(slot)
+        return sorted((found[0], found[-1] + 1) for found in slots.values())
 
-    def append(self, ids: Sequence[int], field_name: str | None = None) -> None:
+    def append(self, ids: Sequence[int], field: tuple[str, int] | None = None) -> None:
         """New tokens behind everything, after the largest position."""
         first = max(self.positions, default=-1) + 1
-        new = [Token(token_id, first + step, field_name) for step, token_id in enumerate(ids)]
+        new = [Token(token_id, first + step, field) for step, token_id in enumerate(ids)]
         self.computed |= {token.number for token in new}
         self.tokens += new
 
@@ -89,8 +91,8 @@ class CacheModel:
     def crop(self, count: int) -> None:
         """Forget the last ``count`` tokens; a field that is cut is one no longer."""
         kept = self.tokens[: len(self) - count]
-        cut = {token.field for token in self.tokens[len(kept) :]}
-        self.tokens = [replace(token, field=None) if token.field in cut else token for token in kept]
+        cut = {token.field[0] for token in self.tokens[len(kept) :] if token.field is not None}
+        self.tokens = [replace(t, field=None) if t.field is not None and t.field[0] in cut else t for t in kept]
 
     def move(self, start: int, stop: int, to: int) -> None:
         """Put a span elsewhere in the order; the positions in between are dealt out anew, ascending."""
@@ -117,9 +119,10 @@ class CacheModel:
         same_length = all(stop - start == len(ids) for start, stop in spans)
         for start, stop in reversed(spans):
             first, last = self.tokens[start].position, self.tokens[stop - 1].position
+            field = self.tokens[start].field
             places = [token.position for token in self.tokens[start:stop]] if same_length else None
             new = [
-                Token(token_id, first + step if places is None else places[step], name)
+                Token(token_id, first + step if places is None else places[step], field)
                 for step, token_id in enumerate(ids)
             ]
             self.computed |= {token.number for token in new}

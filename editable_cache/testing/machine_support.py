@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from hypothesis.stateful import RuleBasedStateMachine
-from torch import Tensor
+from torch import Tensor, nn
 
 from editable_cache.adapters import model_spec
 from editable_cache.cache import Ledger
@@ -32,6 +33,24 @@ def text_ids(text: str) -> list[int]:
     return ids
 
 
+class ModelFailure(Exception):  # noqa: N818
+    """What `failing` raises."""
+
+
+@contextmanager
+def failing(module: nn.Module) -> Iterator[None]:
+    """Let every forward of ``module`` raise, for example that of a model's head, after all layers have run."""
+
+    def fail(*_: Any) -> None:
+        raise ModelFailure
+
+    handle = module.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 class MachineSupport(RuleBasedStateMachine):
     """State and helpers.
 
@@ -44,6 +63,7 @@ class MachineSupport(RuleBasedStateMachine):
         cells: by number of a token, what its cell held after the last step.
         asides: forks that nobody works on, with what they held.
         saved: the list at each checkpoint of ``cache``.
+        steps: how many there were.
         failed: whether the last attempt was refused.
     """
 
@@ -58,6 +78,7 @@ class MachineSupport(RuleBasedStateMachine):
     cells: dict[int, Tensor]
     asides: list[tuple[EditableCache, list[Tensor], Ledger]]
     saved: dict[str, CacheModel]
+    steps: int
     failed: bool = False
 
     def quietly(self, do: Callable[[], object]) -> None:
@@ -119,9 +140,9 @@ class MachineSupport(RuleBasedStateMachine):
         """``name: value .`` or ``name: value , value .``"""
         self.perfect.append(text_ids(f"{name}:"))
         if twice:
-            self.perfect.append(text_ids(f" {value}"), name)
+            self.perfect.append(text_ids(f" {value}"), (name, 0))
             self.perfect.append(text_ids(" ,"))
-        self.perfect.append(text_ids(f" {value}"), name)
+        self.perfect.append(text_ids(f" {value}"), (name, 1))
         self.perfect.append(text_ids(" .\n"))
 
     def refresh(self, name: str, value: str) -> None:

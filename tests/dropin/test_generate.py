@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from cache_support import (
+    Snapshot,
     assert_same_output,
     failing_at,
     forward,
     generate,
-    Snapshot,
     make_cache,
     shared_model,
     some_ids,
@@ -230,7 +230,9 @@ def test_embeddings_are_recorded_as_unknown() -> None:
     for refused in (cache.verify, lambda: cache.recompute((3, 5)), lambda: cache.inputs("x"), cache.next_token_logits):
         with pytest.raises(LedgerError, match="unknown"):
             refused()
-    assert torch.allclose(forward(cache, ids[:, :2]), forward(DynamicCache(), torch.cat((ids, ids[:, :2]), 1))[:, 12:], atol=1e-5)
+    assert torch.allclose(
+        forward(cache, ids[:, :2]), forward(DynamicCache(), torch.cat((ids, ids[:, :2]), 1))[:, 12:], atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])

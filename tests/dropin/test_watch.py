@@ -94,13 +94,9 @@ def test_generate_keeps_its_signature_and_name() -> None:
 def test_a_cache_without_a_model_next_to_a_watched_one(make: Any) -> None:
     model, ids = shared_model(), some_ids(12)
     watching, plain = EditableCache(model), make(model)
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, cache=plain
-    )
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, cache=plain)
     stock = DynamicCache()
-    expected = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, cache=stock
-    )
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, cache=stock)
     assert torch.equal(out, expected)
     assert plain.get_seq_length() == stock.get_seq_length()
     assert watching.get_seq_length() == 0
@@ -118,7 +114,9 @@ def test_the_ledger_can_be_read_from_inside_a_forward() -> None:
     """Layers run ahead of the ledger there; reading must neither fail nor record the tokens twice."""
     model, ids, cache = shared_model(), some_ids(6), make_context()
     seen = []
-    handle = model.model.norm.register_forward_hook(lambda *_: seen.append((cache.token_ids.shape, len(cache.segments))))
+    handle = model.model.norm.register_forward_hook(
+        lambda *_: seen.append((cache.token_ids.shape, len(cache.segments)))
+    )
     try:
         before = cache.token_ids.shape
         forward(cache, ids)

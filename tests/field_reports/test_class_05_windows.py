@@ -28,7 +28,9 @@ def test_b29_rollback_in_a_full_window(family: str, way: str) -> None:
 
     plain, cache = context(), context()
     ids = cache.inputs(torch.tensor([9, 10, 9]))["input_ids"]
-    options = {"prompt_lookup_num_tokens": 3} if way == "prompt_lookup" else {"assistant_model": tiny_model(family, seed=8)}
+    options = (
+        {"prompt_lookup_num_tokens": 3} if way == "prompt_lookup" else {"assistant_model": tiny_model(family, seed=8)}
+    )
     expected = generate(plain, ids, model=model, max_new_tokens=10)
     actual = generate(cache, ids, model=model, max_new_tokens=10, **options)
     assert torch.equal(actual.sequences, expected.sequences)
