@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 from editable_cache.adapters import host
 from editable_cache.adapters.fingerprint import weights_state
 from editable_cache.errors import Reason, UnsupportedModelError
-from editable_cache.ops import rotate_into, rotation
+from editable_cache.ops import relative_error, rotate_into, rotation
 from editable_cache.spec import LayerSpec, ModelSpec, RotarySpec, TensorSpec
 
 NUM_TOKENS = 6
@@ -89,18 +89,10 @@ def measure(model: nn.Module) -> ModelSpec:
         reasons.append(Reason("position_ids", "a model that uses them", "no reaction: its positions are its slots"))
     for offset, run in moved.items():
         drift = relative_error(run.logits, base.logits)
-        if drift > 10 * tolerance:
+        if drift > 2 * tolerance:
             reasons.append(Reason(f"logits at offset {offset}", "those at offset 0", f"drift {drift:.1e}"))
     _refuse(model, reasons)
     return ModelSpec(tuple(layers), _mask_form(model, ids, base, layout, tolerance), limit, max(errors))
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over largest value for float32 and wider; root mean squares for 16-bit tensors."""
-    difference, reference = actual.double() - expected.double(), expected.double()
-    if actual.dtype in (torch.float16, torch.bfloat16):
-        return float(difference.square().mean().sqrt() / reference.square().mean().sqrt().clamp_min(1e-30))
-    return float(difference.abs().max() / reference.abs().max().clamp_min(1e-30))
 
 
 def _refuse(model: nn.Module, reasons: Sequence[Reason]) -> None:

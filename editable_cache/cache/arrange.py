@@ -15,7 +15,7 @@ from editable_cache.cache.ledgered import LedgeredCache
 from editable_cache.cache.pieces import Keep, Paste, Piece, move_spans, total_length, untouched_prefix
 from editable_cache.chunk import KVChunk
 from editable_cache.errors import SpanError
-from editable_cache.ops import Rotation, rotate_into, rotation
+from editable_cache.ops import LOW_PRECISION, Rotation, rotate_into, rotation
 from editable_cache.spec import ModelSpec, RotarySpec
 
 
@@ -202,7 +202,7 @@ def _where_from(ledger: Ledger, pieces: Sequence[Piece], *, pristine: bool) -> T
 
 
 def _is_low_precision(cache: LedgeredCache) -> bool:
-    return cache.dtype in (torch.float16, torch.bfloat16)
+    return cache.dtype in LOW_PRECISION
 
 
 def _arranged_ledger(ledger: Ledger, placed: Sequence[Placed], positions: Tensor) -> Ledger:

@@ -124,6 +124,7 @@ class Ledger:
         fields: in order of definition.
         stale: spans with causes; may overlap.
         chunks: for each group, from 1 on, what its chunk was when it was compiled.
+        resume_position: smallest position for what comes next, above that of the last token where a gap was left open.
     """
 
     ids: Tensor
@@ -136,6 +137,7 @@ class Ledger:
     fields: tuple[Field, ...] = ()
     stale: tuple[Stale, ...] = ()
     chunks: tuple[Isolated, ...] = ()
+    resume_position: int = 0
 
     @classmethod
     def empty(cls, batch: int = 1) -> Ledger:
@@ -158,7 +160,7 @@ class Ledger:
 
     def same(self, other: Ledger) -> bool:
         """Whether both record exactly the same."""
-        values = ("segments", "fields", "stale", "chunks")
+        values = ("segments", "fields", "stale", "chunks", "resume_position")
         return all(torch.equal(getattr(self, t), getattr(other, t)) for t in TENSORS) and all(
             getattr(self, v) == getattr(other, v) for v in values
         )
@@ -174,9 +176,13 @@ class Ledger:
         Returns:
             int64 ``[batch, num_tokens]``; 0 for padding.
         """
-        last = torch.full((self.batch, 1), -1, dtype=torch.int64)
+        last = torch.full((self.batch, 1), self.resume_position - 1, dtype=torch.int64)
         if len(self):
-            last = self.positions.masked_fill(~self.valid, -1).amax(dim=1, keepdim=True)
+            last = (
+                self.positions.masked_fill(~self.valid, -1)
+                .amax(dim=1, keepdim=True)
+                .clamp_min(self.resume_position - 1)
+            )
         return (last + valid.long().cumsum(dim=1)).masked_fill(~valid, 0)
 
     def segment(self, name: str) -> Segment:
@@ -271,6 +277,7 @@ class Ledger:
         cut = replace(
             self,
             **{name: getattr(self, name)[:, :length] for name in TENSORS},
+            resume_position=0 if length < len(self) else self.resume_position,
             segments=segments,
             stale=tuple(replace(s, stop=min(s.stop, length)) for s in self.stale if s.start < length),
         )

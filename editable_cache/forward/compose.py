@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -131,6 +132,9 @@ def remove_span(cache: LedgeredCache, tally: Tally, start: int, stop: int, *, cl
         for layer in cache.editable_layers:
             layer.truncate(start)
         cache.ledger = ledger.truncated(start).with_fields(fields)
+        if not close_gap:
+            following = int(ledger.next_positions(torch.ones((ledger.batch, 1), dtype=torch.bool)).max())
+            cache.ledger = replace(cache.ledger, resume_position=following)
     else:
         moved = close_gap or any(layer.pristine for layer in cache.editable_layers)
         rearrange(cache, _spec(cache, "remove") if moved else None, pieces, positions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
         "fields": [asdict(field) for field in ledger.fields],
         "stale": [asdict(span) for span in ledger.stale],
         "chunks": [asdict(chunk) for chunk in ledger.chunks],
+        "resume_position": ledger.resume_position,
     }
     write_folder(folder, tensors, manifest)
 
@@ -61,8 +62,13 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
     if reasons:
         raise CompatibilityError(f"{folder}: these cells were computed by another model. What differs:", reasons)
     try:
-        ledger = Ledger(
-            **{name: tensors[f"ledger.{name}"] for name in TENSORS},
+        resume_position = manifest["resume_position"]
+        fits = type(resume_position) is int and 0 <= resume_position < 2**62
+        require(fits, folder, "resume_position", "an integer >= 0", resume_position)
+        ledger = replace(
+            Ledger.empty(),
+            **{name: tensors[f"ledger.{name}"] for name in TENSORS},  # type: ignore[arg-type]
+            resume_position=resume_position,
             segments=tuple(
                 Segment(**{**s, "template": tuple(map(tuple, s["template"]))}) for s in manifest["segments"]
             ),
