@@ -43,7 +43,8 @@ class CacheReport:
         owner = type(cache.model).__name__ if cache.model is not None else "no model"
         dtype = str(cache.dtype or "empty").removeprefix("torch.")
         size = f"{held / 2**20:.1f} MiB{' (shared)' if shared else ''}"
-        title = f"{len(ledger)} tokens x {ledger.batch} rows, {size}, {dtype}, {owner}"
+        waiting = f" + {cache.unfed.shape[1]} not fed yet" if cache.unfed is not None else ""
+        title = f"{len(ledger)} tokens{waiting} x {ledger.batch} rows, {size}, {dtype}, {owner}"
         segments = []
         for segment in ledger.segments:
             positions = ledger.positions[0, segment.start : segment.stop]

@@ -132,7 +132,6 @@ def answer_first_question(scene: Scene, cache: EditableCache, tokens: int) -> No
     answer = out[:, inputs["input_ids"].shape[1] :]
     console.print(f"customer: {FIRST_QUESTION}", markup=False)
     console.print(f"model:    {scene.shown(answer[0])}", markup=False)
-    cache.sync(out)  # generate never feeds its last token back: this adds it to the cache
     ended = int(out[0, -1]) == scene.tokenizer.eos_token_id
     cache.append("\n" if ended else scene.end_of_turn, name="end of turn")
 

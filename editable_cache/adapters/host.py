@@ -94,6 +94,12 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
     return None
 
 
+def with_own_name(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arguments with the cache under the name that this model knows it by."""
+    renamed = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
+    return {**renamed, cache_argument(model): cache_in(arguments)}
+
+
 def cache_argument(model: nn.Module) -> str:
     """How this model calls its cache argument."""
     names = _parameters(type(model).forward)

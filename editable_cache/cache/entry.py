@@ -77,6 +77,26 @@ def first_difference(ledger: Ledger, ids: Tensor, covered: int) -> tuple[int, in
     return (int(wrong[0, 0]), int(wrong[0, 1])) if len(wrong) else None
 
 
+def check_continuation(ledger: Ledger, ids: Tensor, prompt: Tensor) -> None:
+    """Refuse a step of ``generate`` that feeds other tokens of the prompt than those that follow the cache.
+
+    Raises:
+        LedgerError: naming the slot. Some versions of transformers feed a prompt from its start again in chunked
+            prefill.
+    """
+    length = len(ledger)
+    count = min(ids.shape[1], prompt.shape[1] - length)
+    if count <= 0:
+        return
+    expected = prompt[:, length : length + count].repeat_interleave(ids.shape[0] // prompt.shape[0], dim=0)
+    if not torch.equal(ids[:, :count], expected):
+        raise LedgerError(
+            f"generate: expected the tokens of the prompt from slot {length} on, got others: this way of generating "
+            "does not know that the cache covers the start of the prompt. Leave prefill_chunk_size out, or append "
+            "the prompt to the cache first."
+        )
+
+
 def check_batch(ledger: Ledger, batch: int) -> int:
     """How many times each row of the cache must be repeated to serve ``batch`` rows.
 

@@ -60,10 +60,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Erratum:
-    """A correcting line: the segment that holds it and the value that it states."""
+    """A correcting line: the segment that holds it, the value that it states, and how many tokens it has."""
 
     segment: str
     value: str
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Ledger:
         fields: in order of definition.
         stale: spans with causes; may overlap.
         chunks: for each group, from 1 on, what its chunk was when it was compiled.
-        resume_position: smallest position for what comes next, above that of the last token where a gap was left open.
+        open_gap: positions left free behind the last token, where the end was removed without closing the gap.
     """
 
     ids: Tensor
@@ -137,7 +138,7 @@ class Ledger:
     fields: tuple[Field, ...] = ()
     stale: tuple[Stale, ...] = ()
     chunks: tuple[Isolated, ...] = ()
-    resume_position: int = 0
+    open_gap: int = 0
 
     @classmethod
     def empty(cls, batch: int = 1) -> Ledger:
@@ -160,7 +161,7 @@ class Ledger:
 
     def same(self, other: Ledger) -> bool:
         """Whether both record exactly the same."""
-        values = ("segments", "fields", "stale", "chunks", "resume_position")
+        values = ("segments", "fields", "stale", "chunks", "open_gap")
         return all(torch.equal(getattr(self, t), getattr(other, t)) for t in TENSORS) and all(
             getattr(self, v) == getattr(other, v) for v in values
         )
@@ -176,13 +177,10 @@ class Ledger:
         Returns:
             int64 ``[batch, num_tokens]``; 0 for padding.
         """
-        last = torch.full((self.batch, 1), self.resume_position - 1, dtype=torch.int64)
+        last = torch.full((self.batch, 1), -1, dtype=torch.int64)
         if len(self):
-            last = (
-                self.positions.masked_fill(~self.valid, -1)
-                .amax(dim=1, keepdim=True)
-                .clamp_min(self.resume_position - 1)
-            )
+            last = self.positions.masked_fill(~self.valid, -1).amax(dim=1, keepdim=True)
+        last = last + self.open_gap
         return (last + valid.long().cumsum(dim=1)).masked_fill(~valid, 0)
 
     def segment(self, name: str) -> Segment:
@@ -258,6 +256,7 @@ class Ledger:
             positions=torch.cat((self.positions, positions), dim=1),
             sources=torch.cat((self.sources, positions if sources is None else sources), dim=1),
             valid=torch.cat((self.valid, valid), dim=1),
+            open_gap=0 if count else self.open_gap,
             groups=torch.cat((self.groups, torch.full_like(ids, group)), dim=1),
             offsets=torch.cat(
                 (
@@ -277,19 +276,20 @@ class Ledger:
         cut = replace(
             self,
             **{name: getattr(self, name)[:, :length] for name in TENSORS},
-            resume_position=0 if length < len(self) else self.resume_position,
+            open_gap=0 if length < len(self) else self.open_gap,
             segments=segments,
             stale=tuple(replace(s, stop=min(s.stop, length)) for s in self.stale if s.start < length),
         )
         return cut.with_fields(f for f in self.fields if all(stop <= length for _, stop in f.spans))
 
     def with_fields(self, fields: Iterable[Field]) -> Ledger:
-        """With these fields; errata whose segment is gone are forgotten."""
-        names = {segment.name for segment in self.segments}
-        kept = []
-        for field in fields:
-            kept.append(replace(field, errata=tuple(e for e in field.errata if e.segment in names)))
-        return replace(self, fields=tuple(kept))
+        """With these fields; errata whose line is gone, or was cut, are forgotten."""
+        lengths = {segment.name: len(segment) for segment in self.segments}
+        whole = (
+            replace(field, errata=tuple(e for e in field.errata if lengths.get(e.segment) == e.tokens))
+            for field in fields
+        )
+        return replace(self, fields=tuple(whole))
 
     def with_field(self, field: Field) -> Ledger:
         """With ``field`` in place of the one of its name, or added."""

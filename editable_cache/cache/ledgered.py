@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,25 +14,20 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from editable_cache.adapters import host
-from editable_cache.cache import entry
 from editable_cache.cache.layer import EditableLayer, LayerState
 from editable_cache.cache.ledger import UNKNOWN, Ledger, Segment
+from editable_cache.cache.passage import Passage, require_own
 from editable_cache.cache.undo import Undo
 from editable_cache.cache.watch import watch
 from editable_cache.errors import BusyError, LedgerError, SpanError, UnsupportedModelError
 
 
 class Snapshot(NamedTuple):
-    """A state of the cache by reference: storage shared from now on, and the ledger."""
+    """A state of the cache by reference: storage shared from now on, the ledger, and what was not fed yet."""
 
     layers: tuple[LayerState, ...]
     ledger: Ledger
-
-
-class _Pending(NamedTuple):
-    checked: entry.Entry
-    undo: Undo
-    ledger: Ledger
+    unfed: Tensor | None
 
 
 class LedgeredCache(DynamicCache):
@@ -47,6 +42,8 @@ class LedgeredCache(DynamicCache):
         model: as given, or None.
         ledger: what the cache holds; a value, replaced by each change.
         activity: name of the operation that is using the cache now, or None.
+        unfed: ids ``[batch, num_tokens]`` that the last ``generate`` returned and has not fed: its last token. What
+            is put behind the cache next is put behind them. None if there are none.
         history: outcomes of the operations so far, oldest first; each cache keeps its own.
     """
 
@@ -60,14 +57,8 @@ class LedgeredCache(DynamicCache):
         self.model = model
         self.ledger = Ledger.empty()
         self.activity: str | None = None
-        self._pending: _Pending | None = None
-        self._library_forward = False
-        self._library_runs = False
-        self._refused = False
-        self._own_positions = False
-        self._prompt_length: int | None = None
-        self._again: Ledger | None = None
-        self._steps = 0
+        self.unfed: Tensor | None = None
+        self._passage = Passage()
         self.history: list[Any] = []
         if model is not None:
             watch(model, self)
@@ -81,7 +72,7 @@ class LedgeredCache(DynamicCache):
         """Forget everything; the model stays attached."""
         self.require_idle("reset")
         super().reset()  # type: ignore[no-untyped-call]
-        self.ledger = Ledger.empty()
+        self.ledger, self.unfed = Ledger.empty(), None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove ``-tokens_to_remove`` tokens from the end (a number <= 0, as in transformers).
@@ -98,6 +89,7 @@ class LedgeredCache(DynamicCache):
             )
         self.adopt()
         super().crop(tokens_to_remove)
+        self.unfed = None if tokens_to_remove else self.unfed
         self.ledger = self.ledger.truncated(max(len(self.ledger) + tokens_to_remove, 0))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -118,6 +110,7 @@ class LedgeredCache(DynamicCache):
         self.adopt()
         super().batch_select_indices(indices)
         self.ledger = self.ledger.rows(indices.cpu())
+        self.unfed = None if self.unfed is None else self.unfed[indices.cpu()]
 
     def activate_past_recording(self) -> None:
         """Nothing to do: every layer keeps its past."""
@@ -135,7 +128,7 @@ class LedgeredCache(DynamicCache):
             elif mine.length:
                 theirs.append({name: tensor.detach() for name, tensor in mine.view().items()})
                 theirs.pristine = {name: tensor.clone() for name, tensor in mine.pristine.items()}
-        twin.ledger = self.ledger
+        twin.ledger, twin.unfed = self.ledger, self.unfed
         return twin
 
     def __reduce__(self) -> Any:
@@ -164,7 +157,7 @@ class LedgeredCache(DynamicCache):
         """
         self.adopt()
         self.require_editable("snapshot")
-        return Snapshot(tuple(layer.share() for layer in self.editable_layers), self.ledger)
+        return Snapshot(tuple(layer.share() for layer in self.editable_layers), self.ledger, self.unfed)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to ``snapshot``; it stays valid."""
@@ -174,7 +167,7 @@ class LedgeredCache(DynamicCache):
             layer.set_state(state)
         for layer in layers[len(snapshot.layers) :]:  # made by a first forward after the snapshot
             layer.reset()
-        self.ledger = snapshot.ledger
+        self.ledger, self.unfed = snapshot.ledger, snapshot.unfed
 
     def fork(self) -> LedgeredCache:
         """A second cache with the same contents, in O(1): storage is shared until one of the two writes.
@@ -208,7 +201,7 @@ class LedgeredCache(DynamicCache):
         Raises:
             BusyError: naming both.
         """
-        running = self.activity or ("a forward" if self._pending is not None or self._library_runs else None)
+        running = self.activity or ("a forward" if self._passage.busy else None)
         if running is not None:
             raise BusyError(
                 f"{operation}: the cache is in use by {running}; wait until it returns, or work on a fork made "
@@ -216,13 +209,14 @@ class LedgeredCache(DynamicCache):
             )
 
     @property
-    def _has_foreign_layers(self) -> bool:
+    def has_foreign_layers(self) -> bool:
+        """Whether a layer holds something else than per-token cells, which nothing here can take back."""
         return len(self.editable_layers) != len(self.layers)
 
     @property
     def _is_moving(self) -> bool:
         """Whether a forward or an operation is changing the layers now (between the steps of ``generate`` none is)."""
-        return self._pending is not None or self._library_runs or self.activity not in (None, "generate")
+        return self._passage.busy or self.activity not in (None, "generate")
 
     def _require_still(self, operation: str) -> None:
         if self._is_moving:
@@ -230,8 +224,8 @@ class LedgeredCache(DynamicCache):
 
     def recover(self) -> None:
         """After an interrupt in the middle of a bare ``model(...)`` call: put the cache back to before that call."""
-        self._abandon_pending()
-        self._refused = self._library_forward = self._library_runs = False
+        self._passage.abandon(self)
+        self._passage.forget()
         self.activity = None
 
     def adopt(self) -> None:
@@ -273,7 +267,7 @@ class LedgeredCache(DynamicCache):
         """
         self.require_idle(name)
         self.adopt()
-        ledger, layers = self.ledger, list(self.layers)
+        ledger, layers, unfed = self.ledger, list(self.layers), self.unfed
         foreign = [(layer, copy.deepcopy(layer.__dict__)) for layer in layers if not isinstance(layer, EditableLayer)]
         undo = Undo(self.editable_layers)
         self.activity = name
@@ -286,12 +280,11 @@ class LedgeredCache(DynamicCache):
                 layer.__dict__.clear()
                 layer.__dict__.update(state)
             self.layers[:] = layers
-            self.ledger = ledger
+            self.ledger, self.unfed = ledger, unfed
             raise
         finally:
             undo.detach()
-            self._library_forward = False
-            self._pending = None
+            self._passage.forget()
             self.activity = None
 
     @contextmanager
@@ -306,38 +299,23 @@ class LedgeredCache(DynamicCache):
             yield
             return
         self.require_idle("generate")
-        self._require_own(model)
+        require_own(self, model)
         self.adopt()
-        self._prompt_length, self._again = None, None
-        ledger, undo = self.ledger, Undo([] if self._has_foreign_layers else self.editable_layers)
-        if isinstance(ids, Tensor) and len(self.ledger):
-            entry.check_batch(self.ledger, ids.shape[0])
-            prompt = entry.check_prompt(self.ledger, ids, mask if isinstance(mask, Tensor) else None)
-            if prompt.keep < min(len(self.ledger), ids.shape[1]):
-                self._again = self.ledger.truncated(ids.shape[1])
-            self.crop(prompt.keep - len(self.ledger))
-            self._prompt_length = prompt.length
-        self.activity, self._own_positions, self._steps = "generate", own_positions, 0
-        try:
+        with self._passage.generating(self, ids, mask, own_positions=own_positions):
             yield
-        except BaseException:
-            self._abandon_pending()
-            if not self._has_foreign_layers:
-                undo.restore()
-                self.ledger = ledger
-            raise
-        finally:
-            undo.detach()
-            self.activity, self._again = None, None
 
-    @contextmanager
-    def library_forward(self) -> Iterator[None]:
-        """Let a forward of the library pass the hooks; the caller keeps the ledger."""
-        self._library_forward = True
-        try:
-            yield
-        finally:
-            self._library_forward = self._library_runs = False
+    def note_returned(self, sequences: Any) -> None:
+        """Remember what a ``generate`` returned and did not feed: sequences ``[batch, length]``."""
+        self.adopt()
+        length, self.unfed = len(self.ledger), None
+        if isinstance(sequences, Tensor) and sequences.shape[0] == self.ledger.batch and length < sequences.shape[1]:
+            sequences = sequences.detach().cpu()
+            if torch.equal(sequences[:, :length], self.ledger.ids):
+                self.unfed = sequences[:, length:]
+
+    def library_forward(self) -> AbstractContextManager[None]:
+        """Let one forward of the library pass the hooks; the caller keeps the ledger."""
+        return self._passage.library_forward()
 
     # -- called by the hooks
 
@@ -345,88 +323,12 @@ class LedgeredCache(DynamicCache):
         """Check and complete the arguments of a forward; remember how to take it back."""
         if self.model is None:
             return arguments
-        if self._library_forward:
-            self._library_forward, self._library_runs = False, True  # for this forward only, not for one inside it
-            return arguments
-        self._require_own(model)
-        if self._pending is not None or self._library_runs or self.activity not in (None, "generate"):
-            self._refused = True  # the hook after this call must not end the forward that is running
-            self.require_idle("forward")
-        self.adopt()
-        given = arguments.get("input_ids")
-        given = given if given is not None else arguments.get("inputs_embeds")
-        # within generate, the whole of it is taken back
-        alone = self.activity is None or self._has_foreign_layers
-        undo, ledger = Undo(self.editable_layers if alone else []), self.ledger
-        try:
-            if given is not None:
-                repeats = entry.check_batch(self.ledger, given.shape[0])
-                if repeats > 1:
-                    self.batch_repeat_interleave(repeats)
-                elif len(self.ledger) == 0:
-                    self.ledger = Ledger.empty(given.shape[0])
-            generating = self.activity == "generate"
-            checked = entry.prepare(
-                self.ledger,
-                arguments,
-                own_positions=self._own_positions and generating,
-                prompt_length=self._prompt_length if generating and not self._steps else None,
-                again=self._again if generating and not self._steps else None,
-            )
-        except BaseException:
-            undo.restore()
-            undo.detach()
-            self.ledger = ledger
-            raise
-        self._pending = _Pending(checked, undo, ledger)
-        return checked.arguments
+        require_own(self, model)
+        return self._passage.begin(self, arguments)
 
     def end_forward(self, *, succeeded: bool) -> None:
         """Record the tokens of a forward, or take it back."""
-        if self._refused:
-            self._refused = False
-            return
-        if self._library_runs or self._pending is None:
-            self._library_runs = False
-            return
-        if not succeeded:
-            self._abandon_pending()
-            return
-        checked, undo, _ = self._pending
-        length = len(self.ledger) + checked.ids.shape[1]
-        lengths = {layer.get_seq_length() for layer in self.editable_layers if layer.is_initialized}
-        if lengths - {length}:
-            self._abandon_pending()
-            raise LedgerError(
-                f"forward: expected every layer to hold {length} tokens afterwards, got {sorted(lengths)}; this model "
-                "does not fill its cache token by token, and the cache was put back."
-            )
-        undo.detach()
-        self._pending = None
-        origin = "generated" if self.activity == "generate" and self._steps else "prefilled"
-        self._steps += 1
-        first = 0
-        if self._again is not None:  # the last token of the prompt ran again: it keeps its segment and fields
-            first, self.ledger = 1, self._again.with_last(checked.ids[:, :1], checked.positions[:, :1])
-            self._again = None
-        ids, positions, valid = checked.ids[:, first:], checked.positions[:, first:], checked.valid[:, first:]
-        if ids.shape[1]:
-            self.ledger = self.ledger.extended(ids, positions, valid, Segment("", 0, 0, origin))
-
-    def _abandon_pending(self) -> None:
-        if self._pending is not None:
-            _, undo, ledger = self._pending
-            undo.restore()
-            undo.detach()
-            self._pending, self.ledger = None, ledger
-
-    def _require_own(self, model: nn.Module) -> None:
-        if self.model is not model:
-            raise LedgerError(
-                f"This cache belongs to another {type(self.model).__name__}, got a forward of a "
-                f"{type(model).__name__}: keys and values of one model mean nothing to another. Make a cache for each "
-                "model."
-            )
+        self._passage.end(self, succeeded=succeeded)
 
     def _stored_batch(self) -> int | None:
         for layer in self.editable_layers:

@@ -47,7 +47,7 @@ class _Watch:
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
         ]
         if hasattr(type(model), "generate"):
-            model.__dict__["generate"] = _WatchedGenerate(model)
+            model.__dict__["generate"] = _WatchedGenerate(model, model.__dict__.get("generate"))
 
     def add(self, cache: LedgeredCache) -> None:
         self._caches += 1
@@ -60,7 +60,11 @@ class _Watch:
             return
         for handle in self._handles:
             handle.remove()
-        model.__dict__.pop("generate", None)
+        ours = model.__dict__.get("generate")
+        if isinstance(ours, _WatchedGenerate):
+            del model.__dict__["generate"]
+            if ours.replaced is not None:
+                model.__dict__["generate"] = ours.replaced
         _watches.pop(model, None)
 
 
@@ -83,8 +87,9 @@ def _remove_copied_hooks(model: nn.Module) -> None:
 class _WatchedGenerate:
     """``model.generate`` with the prompt checked against the cache first; otherwise the model's own."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, replaced: Any) -> None:
         self._model = weakref.ref(model)
+        self.replaced = replaced  # what somebody else had put on this instance, or None
         kind: Any = type(model)
         functools.update_wrapper(self, kind.generate)
         self.__signature__ = inspect.signature(types.MethodType(kind.generate, model))
@@ -92,14 +97,18 @@ class _WatchedGenerate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         assert model is not None
-        original = functools.partial(type(model).generate, model)  # type: ignore[attr-defined]
+        kind: Any = type(model)
+        original = self.replaced or types.MethodType(kind.generate, model)
         cache = host.cache_in(kwargs)
         if not _is_ledgered(cache):
             return original(*args, **kwargs)
+        kwargs = host.with_own_name(model, kwargs)
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         mask = kwargs.get("attention_mask")
         with cache.generating(model, ids, mask, own_positions="position_ids" not in kwargs):
-            return original(*args, **kwargs)
+            output = original(*args, **kwargs)
+        cache.note_returned(getattr(output, "sequences", output))
+        return output
 
     def __reduce__(self) -> Any:
         """Pickled with its model as the model's plain method."""
@@ -126,7 +135,7 @@ def _before_forward(
     cache = host.cache_in(arguments)
     if not _is_ledgered(cache):
         return None
-    return (), cache.begin_forward(module, arguments)
+    return (), host.with_own_name(module, cache.begin_forward(module, arguments))
 
 
 def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

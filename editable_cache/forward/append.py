@@ -70,6 +70,7 @@ def append_parsed(
     name: str | None,
 ) -> None:
     """Prefill a parsed template and track its fields."""
+    tally.computed += run.feed_unfed(cache)
     start = len(cache.ledger)
     encoded = encode_template(tokenizer, template, values, first=not start)
     segment = Segment(new_name(cache.ledger, name, "prefilled"), 0, 0, "prefilled", template)
@@ -89,6 +90,7 @@ def append_tokens(
     origin: str = "prefilled",
 ) -> None:
     """Prefill text or ids, or one text for each row, inside an operation that is already running."""
+    tally.computed += run.feed_unfed(cache)
     first, valid = not len(cache.ledger), None
     if isinstance(content, Sequence) and not isinstance(content, str) and content and isinstance(content[0], str):
         ids, valid = encode_rows(tokenizer, [str(text) for text in content], first=first)

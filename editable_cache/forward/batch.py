@@ -31,6 +31,13 @@ def stack(into: LedgeredCache, caches: Sequence[LedgeredCache]) -> None:
         cache.require_editable("stack")
         if not len(cache.ledger):
             raise SpanError("stack: expected caches with at least one token each, got an empty one.")
+    waiting = {0 if cache.unfed is None else cache.unfed.shape[1] for cache in caches}
+    if len(waiting) > 1:
+        raise SpanError(
+            "stack: expected every cache or none to hold back the last token of a generate, got some of both; call "
+            "append('') on those that do, which feeds it."
+        )
+    into.unfed = torch.cat([cache.unfed for cache in caches if cache.unfed is not None]) if max(waiting) else None
     longest = max(len(cache.ledger) for cache in caches)
     for layer_idx, layer in enumerate(into.editable_layers):
         layers = [cache.editable_layers[layer_idx] for cache in caches]
@@ -69,6 +76,7 @@ def stack(into: LedgeredCache, caches: Sequence[LedgeredCache]) -> None:
 def take_row(into: LedgeredCache, cache: LedgeredCache, row: int) -> None:
     """Fill the empty cache ``into`` with one row of ``cache``, without its padding."""
     ledger = cache.ledger.rows(torch.tensor([row]))
+    into.unfed = None if cache.unfed is None else cache.unfed[row : row + 1]
     kept = ledger.valid[0].nonzero()[:, 0]
     for mine, theirs in zip(into.editable_layers, cache.editable_layers, strict=True):
         _copy_slots(mine, theirs, row, kept)

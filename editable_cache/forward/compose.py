@@ -41,6 +41,9 @@ def splice(
     require_compatible(identify(model, tokenizer), chunk, "splice")
     spec = model_spec(model)
     with operating(cache, "splice") as tally:
+        if at in (None, len(cache.ledger)):
+            tally.computed += run.feed_unfed(cache)
+            at = None
         length = len(cache.ledger)
         if seam_tokens < 0:
             raise SpanError(f"splice: expected seam_tokens >= 0, got {seam_tokens}.")
@@ -91,6 +94,7 @@ def insert(cache: LedgeredCache, tokenizer: Any, content: TextOrIds, at: int, *,
         else:
             segment = Segment(new_name(cache.ledger, name, "prefilled"), 0, 0, "prefilled")
             if at == length:
+                tally.computed += run.feed_unfed(cache)
                 run.extend(cache, ids[None].expand(cache.ledger.batch, -1), segment)
             else:
                 run.spec_for_masks(model, "insert")
@@ -133,8 +137,11 @@ def remove_span(cache: LedgeredCache, tally: Tally, start: int, stop: int, *, cl
             layer.truncate(start)
         cache.ledger = ledger.truncated(start).with_fields(fields)
         if not close_gap:
-            following = int(ledger.next_positions(torch.ones((ledger.batch, 1), dtype=torch.bool)).max())
-            cache.ledger = replace(cache.ledger, resume_position=following)
+            new = torch.ones((ledger.batch, 1), dtype=torch.bool)
+            gaps = (ledger.next_positions(new) - cache.ledger.next_positions(new)).unique()
+            if len(gaps) > 1:
+                raise SpanError("remove: expected a gap of one width in every row, got several; unstack() first.")
+            cache.ledger = replace(cache.ledger, open_gap=int(gaps))
     else:
         moved = close_gap or any(layer.pristine for layer in cache.editable_layers)
         rearrange(cache, _spec(cache, "remove") if moved else None, pieces, positions)

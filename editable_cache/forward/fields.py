@@ -135,6 +135,7 @@ def correct(
         raise FieldError(f"Field {name!r}: expected a text of at least one token, got {value!r}.")
     line = _line(template or ERRATUM, name, value)
     text = line if role is None else render_turn(require_tokenizer(tokenizer, "role="), role, line.strip())
+    tally.computed += run.feed_unfed(cache)
     while field.errata and cache.ledger.segment(field.errata[-1].segment).stop == len(cache.ledger):
         trailing = cache.ledger.segment(field.errata[-1].segment)
         remove_span(cache, tally, *trailing.span)
@@ -147,7 +148,8 @@ def correct(
         tally.notes.append(f"supersedes the erratum {field.current!r}")
     append_tokens(cache, tokenizer, tally, text, name=cache.ledger.free_name(f"erratum:{name}"), origin="erratum")
     assert tally.segment is not None
-    cache.ledger = cache.ledger.with_field(replace(field, errata=(*field.errata, Erratum(tally.segment, value))))
+    written = Erratum(tally.segment, value, len(cache.ledger.segment(tally.segment)))
+    cache.ledger = cache.ledger.with_field(replace(field, errata=(*field.errata, written)))
 
 
 def render_turn(tokenizer: Any, role: str, content: str) -> str:

@@ -40,7 +40,10 @@ def inputs(cache: LedgeredCache, tokenizer: Any, content: TextOrIds | Sequence[s
         run.check_ids(cache.model, ids, "inputs")
         run.check_padding(cache, valid, "inputs")
     if not first:
-        ids = torch.cat((ledger.ids.masked_fill(~ledger.valid, 0).expand(rows, -1), ids.expand(rows, -1)), dim=1)
-        valid = torch.cat((ledger.valid.expand(rows, -1), valid.expand(rows, -1)), dim=1)
+        unfed = ledger.ids[:, :0] if cache.unfed is None else cache.unfed
+        held = torch.cat((ledger.ids.masked_fill(~ledger.valid, 0), unfed), dim=1)
+        seen = torch.cat((ledger.valid, torch.ones(unfed.shape, dtype=torch.bool)), dim=1)
+        ids = torch.cat((held.expand(rows, -1), ids.expand(rows, -1)), dim=1)
+        valid = torch.cat((seen.expand(rows, -1), valid.expand(rows, -1)), dim=1)
     device = host.device_of(cache.model) if cache.model is not None else ids.device
     return {"input_ids": ids.to(device), "attention_mask": valid.long().to(device)}

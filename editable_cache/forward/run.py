@@ -28,6 +28,11 @@ PROGRESS_FROM = 4
 
 def require_model(cache: LedgeredCache, operation: str) -> nn.Module:
     """The cache's model, or an error that says how to give one."""
+    if cache.model is not None and cache.model.training:
+        raise UnsupportedModelError(
+            f"{operation}: expected the model in evaluation mode, got training mode, in which dropout would enter the "
+            "cells; call model.eval()."
+        )
     if cache.model is None:
         raise UnsupportedModelError(
             f"{operation}: expected a cache with a model, got none; make it with EditableCache(model)."
@@ -79,6 +84,17 @@ def check_padding(cache: LedgeredCache, valid: Tensor, operation: str) -> None:
             f"this model's sliding window counts slots ({min(windows)}), so shorter rows would see less than alone. "
             "unstack() the cache and run the rows one by one, or give all rows equally many tokens."
         )
+
+
+def feed_unfed(cache: LedgeredCache) -> int:
+    """Feed what the last ``generate`` returned and did not run: its last token. Call inside an operation that puts
+    something behind the cache. Returns the number of tokens.
+    """
+    unfed, cache.unfed = cache.unfed, None
+    if unfed is None:
+        return 0
+    extend(cache, unfed, Segment("", 0, 0, "generated"))
+    return int(unfed.shape[1])
 
 
 def extend(

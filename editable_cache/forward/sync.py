@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -75,6 +75,7 @@ def sync(
     seam_tokens: int,
 ) -> Plan | Outcome:
     """Diff, plan, and carry out unless ``dry_run``; see ``EditableCache.sync``."""
+    cache.require_idle("sync")
     cache.adopt()
     ids = encode(tokenizer, content, first=True)
     if cache.ledger.batch != 1:
@@ -83,6 +84,7 @@ def sync(
     if dry_run:
         return plan
     with operating(cache, "sync") as tally:
+        cache.unfed = None
         if not len(ids):
             raise SpanError("sync: expected at least one token, got none; call reset() to forget everything.")
         if plan.exact:
@@ -196,6 +198,6 @@ def _carry_out_approximate(cache: LedgeredCache, tally: Tally, plan: Plan, ids: 
     cache.ledger = cache.ledger.with_fields(whole)
     rearrange(cache, model_spec(model), placed, torch.arange(len(ids))[None])
     changed = next((r.start for r in plan.runs if r.kind != "keep"), len(ids))
-    cache.ledger = cache.ledger.marked_stale([(changed, len(ids))], "sync")
+    cache.ledger = replace(cache.ledger, open_gap=0).marked_stale([(changed, len(ids))], "sync")
     if fresh:
         tally.computed += run.recompute_slots(cache, torch.cat(fresh))

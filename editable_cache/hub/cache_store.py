@@ -6,6 +6,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from editable_cache.adapters import identify
 from editable_cache.cache import Field, Ledger, LedgeredCache, Segment, Stale
 from editable_cache.cache.ledger import TENSORS, Erratum, Isolated
@@ -42,7 +44,8 @@ def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
         "fields": [asdict(field) for field in ledger.fields],
         "stale": [asdict(span) for span in ledger.stale],
         "chunks": [asdict(chunk) for chunk in ledger.chunks],
-        "resume_position": ledger.resume_position,
+        "open_gap": ledger.open_gap,
+        "unfed": None if cache.unfed is None else cache.unfed.tolist(),
     }
     write_folder(folder, tensors, manifest)
 
@@ -62,13 +65,13 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
     if reasons:
         raise CompatibilityError(f"{folder}: these cells were computed by another model. What differs:", reasons)
     try:
-        resume_position = manifest["resume_position"]
-        fits = type(resume_position) is int and 0 <= resume_position < 2**62
-        require(fits, folder, "resume_position", "an integer >= 0", resume_position)
+        open_gap = manifest["open_gap"]
+        fits = type(open_gap) is int and 0 <= open_gap < 2**62
+        require(fits, folder, "open_gap", "an integer >= 0", open_gap)
         ledger = replace(
             Ledger.empty(),
-            **{name: tensors[f"ledger.{name}"] for name in TENSORS},  # type: ignore[arg-type]
-            resume_position=resume_position,
+            **{name: tensors[f"ledger.{name}"] for name in TENSORS},
+            open_gap=open_gap,
             segments=tuple(
                 Segment(**{**s, "template": tuple(map(tuple, s["template"]))}) for s in manifest["segments"]
             ),
@@ -85,6 +88,9 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
             shapes,
         )
         _check_spans(ledger, folder)
+        unfed = None if manifest["unfed"] is None else torch.tensor(manifest["unfed"], dtype=torch.int64)
+        shape = (ledger.batch,) if unfed is None else tuple(unfed.shape)
+        require(shape[0] == ledger.batch and len(shape) <= 2, folder, "unfed", f"{ledger.batch} rows of ids", shape)
         for layer_idx, layer in enumerate(cache.editable_layers):
             if len(ledger):
                 states = {name: tensors[f"layers.{layer_idx}.{name}"] for name in ("keys", "values")}
@@ -102,7 +108,7 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
             layer.pristine = {key[len(prefix) :]: t.clone() for key, t in tensors.items() if key.startswith(prefix)}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ArtifactError(f"{folder}: the manifest does not fit the format: {error!r}.") from error
-    cache.ledger = ledger
+    cache.ledger, cache.unfed = ledger, unfed
 
 
 def _check_spans(ledger: Ledger, folder: str | Path) -> None:

@@ -75,6 +75,7 @@ class CacheMachine(MachineSupport):
     @rule(ids=strategies.tokens(3))
     def call_the_model(self, ids: Tensor) -> None:
         logits_after(self.runs_on, ids, self.cache)
+        self.perfect.unfed = []
         self.perfect.append(ids.tolist())
 
     @room
@@ -108,9 +109,11 @@ class CacheMachine(MachineSupport):
     @rule(count=st.integers(1, 3), ids=strategies.tokens(2) | st.just(torch.empty(0, dtype=torch.int64)))
     def generate(self, count: int, ids: Tensor) -> None:
         sequence, _ = generated(self.runs_on, self.cache, ids, count)
-        if not len(ids):
+        if not len(ids) and not self.perfect.unfed:
             self.perfect.recompute([len(self.perfect) - 1])  # the last token runs again
+        self.perfect.unfed = []
         self.perfect.append(sequence[len(self.perfect) : -1].tolist())
+        self.perfect.unfed = sequence[-1:].tolist()
 
     # -- rearrange
 
@@ -235,6 +238,7 @@ class CacheMachine(MachineSupport):
             pairs = zip(self.perfect.ids, content, strict=False)
             common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             self.perfect.crop(len(self.perfect) - common)
+            self.perfect.unfed = []
             self.perfect.append(content[common:])
         else:  # a new list; which fields survive is the cache's to say
             self.perfect, self.cells = CacheModel(), {}

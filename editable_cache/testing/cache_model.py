@@ -30,10 +30,14 @@ class RefusedError(Exception):
 
 @dataclass
 class CacheModel:
-    """The list. ``computed`` collects the numbers of tokens whose cells an operation may have computed anew."""
+    """The list. ``computed`` collects the numbers of tokens whose cells an operation may have computed anew, ``unfed``
+    holds the token that a ``generate`` returned last, and ``open_gap`` counts positions left free at the end.
+    """
 
     tokens: list[Token] = dataclasses.field(default_factory=list)
     computed: set[int] = dataclasses.field(default_factory=set)
+    unfed: list[int] = dataclasses.field(default_factory=list)
+    open_gap: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -50,7 +54,7 @@ class CacheModel:
 
     def copy(self) -> CacheModel:
         """The same list, free to go another way."""
-        return CacheModel(list(self.tokens))
+        return CacheModel(list(self.tokens), unfed=list(self.unfed), open_gap=self.open_gap)
 
     def spans_of(self, name: str) -> list[Span]:
         """Slots of each occurrence of a field, ascending."""
@@ -61,8 +65,10 @@ class CacheModel:
         return sorted((found[0], found[-1] + 1) for found in slots.values())
 
     def append(self, ids: Sequence[int], field: tuple[str, int] | None = None) -> None:
-        """New tokens behind everything, after the largest position."""
-        first = max(self.positions, default=-1) + 1
+        """New tokens behind everything, after the largest position; what was not fed yet comes before them."""
+        ids, self.unfed = ([*self.unfed, *ids], []) if field is None else (ids, self.unfed)
+        first = max(self.positions, default=-1) + 1 + self.open_gap
+        self.open_gap = 0 if ids else self.open_gap
         new = [Token(token_id, first + step, field) for step, token_id in enumerate(ids)]
         self.computed |= {token.number for token in new}
         self.tokens += new
@@ -86,12 +92,16 @@ class CacheModel:
         later = [replace(token, position=token.position - gone) for token in self.tokens[stop:]]
         if any(token.position < 0 for token in later):
             raise RefusedError("a position below 0")
+        after = max(self.positions) + 1 + self.open_gap
         self.tokens[start:] = later
+        if not later:
+            self.open_gap = 0 if close_gap else after - max(self.positions, default=-1) - 1
 
     def crop(self, count: int) -> None:
         """Forget the last ``count`` tokens; a field that is cut is one no longer."""
         kept = self.tokens[: len(self) - count]
         cut = {token.field[0] for token in self.tokens[len(kept) :] if token.field is not None}
+        self.open_gap, self.unfed = (0, []) if count else (self.open_gap, self.unfed)
         self.tokens = [replace(t, field=None) if t.field is not None and t.field[0] in cut else t for t in kept]
 
     def move(self, start: int, stop: int, to: int) -> None:

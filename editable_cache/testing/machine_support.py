@@ -153,6 +153,7 @@ class MachineSupport(RuleBasedStateMachine):
     def correct(self, name: str, value: str, *, always: bool = False) -> None:
         """Take trailing errata back; add a line unless the context says the value without it."""
         field = self.cache.field(name)
+        self.perfect.append([])  # what was not fed yet stands between an erratum and its successor
         lines = [(erratum.value, self.numbers(erratum.segment)) for erratum in field.errata]
         while lines and lines[-1][1][-1] == self.perfect.tokens[-1].number:
             self.drop(lines.pop()[1])

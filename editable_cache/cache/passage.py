@@ -1,0 +1,197 @@
+"""A forward's way through a cache: checked at its entry, recorded at its end, taken back if it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from editable_cache.cache import entry
+from editable_cache.cache.ledger import Ledger, Segment
+from editable_cache.cache.undo import Undo
+from editable_cache.errors import LedgerError
+
+if TYPE_CHECKING:
+    from editable_cache.cache.ledgered import LedgeredCache
+
+
+class _Running(NamedTuple):
+    """A forward under way: what will be recorded, and how to take it back."""
+
+    checked: entry.Entry
+    undo: Undo
+    ledger: Ledger
+
+
+class Passage:
+    """What one cache knows about the forward, or the ``generate``, that is using it.
+
+    It keeps no reference to its cache, which must be free to die as soon as its last user lets go.
+    """
+
+    def __init__(self) -> None:
+        self._running: _Running | None = None
+        self._library_next = False  # the next forward is the library's own
+        self._library_runs = False
+        self._refused = False  # the hook after a refused forward must not end the one that is running
+        self._own_positions = False
+        self._prompt: Tensor | None = None  # of a generate that was given the whole sequence
+        self._again: Ledger | None = None  # up to the end of a prompt that the cache covers: its last token runs again
+        self._steps = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward is changing the layers now."""
+        return self._running is not None or self._library_runs
+
+    def forget(self) -> None:
+        """Drop every mark; nothing is taken back."""
+        self._running = None
+        self._refused = self._library_next = self._library_runs = False
+
+    @contextmanager
+    def library_forward(self) -> Iterator[None]:
+        """Let one forward of the library pass unrecorded; the caller keeps the ledger."""
+        self._library_next = True
+        try:
+            yield
+        finally:
+            self._library_next = self._library_runs = False
+
+    @contextmanager
+    def generating(self, cache: LedgeredCache, ids: Any, mask: Any, *, own_positions: bool) -> Iterator[None]:
+        """Check a prompt and hold the cache for the time of one ``generate``; on an exception all of it is taken back.
+
+        Raises:
+            LedgerError: if the prompt is not a continuation of the cache.
+        """
+        self._prompt, self._again = None, None
+        ledger, unfed = cache.ledger, cache.unfed
+        undo = Undo([] if cache.has_foreign_layers else cache.editable_layers)
+        if isinstance(ids, Tensor) and len(cache.ledger):
+            entry.check_batch(cache.ledger, ids.shape[0])
+            prompt = entry.check_prompt(cache.ledger, ids, mask if isinstance(mask, Tensor) else None)
+            if prompt.keep < min(len(cache.ledger), ids.shape[1]):
+                self._again = cache.ledger.truncated(ids.shape[1])
+            cache.crop(prompt.keep - len(cache.ledger))
+            self._prompt = ids.detach().cpu() if prompt.length is not None else None
+        cache.activity, self._own_positions, self._steps = "generate", own_positions, 0
+        try:
+            yield
+        except BaseException:
+            self.abandon(cache)
+            if not cache.has_foreign_layers:
+                undo.restore()
+                cache.ledger, cache.unfed = ledger, unfed
+            raise
+        finally:
+            undo.detach()
+            cache.activity, self._again = None, None
+
+    def begin(self, cache: LedgeredCache, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Check and complete the arguments of a forward.
+
+        Raises:
+            BusyError: if another forward or operation is using the cache.
+            LedgerError: if ids, mask or batch disagree with the cache.
+        """
+        if self._library_next:
+            self._library_next, self._library_runs = False, True  # for this forward only, not for one inside it
+            return arguments
+        generating = cache.activity == "generate"
+        if self.busy or not (generating or cache.activity is None):
+            self._refused = True
+            cache.require_idle("forward")
+        cache.adopt()
+        given = arguments.get("input_ids")
+        given = given if given is not None else arguments.get("inputs_embeds")
+        # within generate, the whole of it is taken back
+        alone = not generating or cache.has_foreign_layers
+        undo, ledger = Undo(cache.editable_layers if alone else []), cache.ledger
+        first = generating and not self._steps
+        try:
+            if given is not None:
+                repeats = entry.check_batch(cache.ledger, given.shape[0])
+                if repeats > 1:
+                    cache.batch_repeat_interleave(repeats)
+                elif len(cache.ledger) == 0:
+                    cache.ledger = Ledger.empty(given.shape[0])
+            checked = entry.prepare(
+                cache.ledger,
+                arguments,
+                own_positions=self._own_positions and generating,
+                prompt_length=self._prompt.shape[1] if first and self._prompt is not None else None,
+                again=self._again if first else None,
+            )
+            if generating and self._prompt is not None:
+                entry.check_continuation(cache.ledger, checked.ids, self._prompt)
+        except BaseException:
+            undo.restore()
+            undo.detach()
+            cache.ledger = ledger
+            raise
+        self._running = _Running(checked, undo, ledger)
+        return checked.arguments
+
+    def end(self, cache: LedgeredCache, *, succeeded: bool) -> None:
+        """Record the tokens of a forward, or take it back.
+
+        Raises:
+            LedgerError: if the layers did not grow by exactly the new tokens.
+        """
+        if self._refused:
+            self._refused = False
+            return
+        if self._library_runs or self._running is None:
+            self._library_runs = False
+            return
+        if not succeeded:
+            self.abandon(cache)
+            return
+        checked = self._running.checked
+        length = len(cache.ledger) + checked.ids.shape[1]
+        lengths = {layer.get_seq_length() for layer in cache.editable_layers if layer.is_initialized}
+        if lengths - {length}:
+            self.abandon(cache)
+            raise LedgerError(
+                f"forward: expected every layer to hold {length} tokens afterwards, got {sorted(lengths)}; this model "
+                "does not fill its cache token by token, and the cache was put back."
+            )
+        self._running.undo.detach()
+        self._running = None
+        cache.ledger, cache.unfed = self._recorded(cache, checked), None
+        self._steps += 1
+
+    def abandon(self, cache: LedgeredCache) -> None:
+        """Take back the forward that is under way, if there is one."""
+        if self._running is not None:
+            _, undo, ledger = self._running
+            undo.restore()
+            undo.detach()
+            self._running, cache.ledger = None, ledger
+
+    def _recorded(self, cache: LedgeredCache, checked: entry.Entry) -> Ledger:
+        ledger, first = cache.ledger, 0
+        if self._again is not None:  # the last token of the prompt ran again: it keeps its segment and fields
+            ledger, first = self._again.with_last(checked.ids[:, :1], checked.positions[:, :1]), 1
+            self._again = None
+        ids, positions, valid = checked.ids[:, first:], checked.positions[:, first:], checked.valid[:, first:]
+        if not ids.shape[1]:
+            return ledger
+        origin = "generated" if cache.activity == "generate" and self._steps else "prefilled"
+        return ledger.extended(ids, positions, valid, Segment("", 0, 0, origin))
+
+
+def require_own(cache: LedgeredCache, model: nn.Module) -> None:
+    """Refuse a forward of another model.
+
+    Raises:
+        LedgerError: naming both.
+    """
+    if cache.model is not model:
+        raise LedgerError(
+            f"This cache belongs to another {type(cache.model).__name__}, got a forward of a {type(model).__name__}: "
+            "keys and values of one model mean nothing to another. Make a cache for each model."
+        )
