@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from editable_cache.cache import Field, LedgeredCache, Segment
-from editable_cache.cache.ledgered import Snapshot
 from editable_cache.chunk import KVChunk
 from editable_cache.errors import SpanError
 from editable_cache.forward import append, batch, compose, edit, fields, prompt, run, sync, verify
@@ -49,7 +48,6 @@ class EditableCache(LedgeredCache):
     def __init__(self, model: nn.Module | None = None, *, config: Any = None, tokenizer: Any = None) -> None:
         super().__init__(model, config=config)
         self.tokenizer = tokenizer
-        self._checkpoints: dict[str, Snapshot] = {}
 
     # -- what it holds
 
@@ -66,7 +64,11 @@ class EditableCache(LedgeredCache):
 
     @property
     def token_ids(self) -> Tensor:
-        """int64 ``[batch, seq_len]``; -1 where a token reached the cache unseen."""
+        """int64 ``[batch, seq_len]``; -1 where a token reached the cache unseen.
+
+        After ``generate`` these are the returned sequence without its last token, which no forward has seen yet. It
+        is remembered, and fed first with whatever is put behind the cache next (``append``, ``inputs``, ...).
+        """
         self.adopt()
         return self.ledger.ids
 
@@ -125,7 +127,7 @@ class EditableCache(LedgeredCache):
         return prompt.inputs(self, self.tokenizer, content)
 
     def next_token_logits(self) -> Tensor:
-        """Logits after the last token, ``[batch, vocab]``. The last token runs again; nothing is written.
+        """Logits after the last token of ``token_ids``, ``[batch, vocab]``. It runs again; nothing is written.
 
         Works where everything came from chunks and no token was ever live (a cache that covers the whole prompt).
         """
@@ -366,37 +368,14 @@ class EditableCache(LedgeredCache):
             self, self.tokenizer, content, dry_run=dry_run, approximate=approximate, seam_tokens=seam_tokens
         )
 
-    # -- time
-
-    def checkpoint(self, name: str = "checkpoint") -> str:
-        """Remember the present state under a name, in O(1); a later checkpoint of the same name replaces it."""
-        self.require_idle("checkpoint")
-        self._checkpoints[name] = self.snapshot()
-        return name
-
-    def rollback(self, name: str = "checkpoint") -> None:
-        """Go back to a checkpoint, in O(1). It stays, and can be gone back to again.
-
-        Raises:
-            SpanError: if there is no checkpoint of that name.
-        """
-        if name not in self._checkpoints:
-            raise SpanError(f"rollback: unknown checkpoint {name!r}; this cache has {list(self._checkpoints)}.")
-        self.restore(self._checkpoints[name])
-
-    def fork(self) -> EditableCache:
-        """A second cache with the same contents, in O(1): storage is shared until one of the two writes."""
-        twin = super().fork()
-        assert isinstance(twin, EditableCache)
-        return twin
-
     # -- rest
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write cells and ledger to a folder (safetensors and JSON, no pickle).
 
         Raises:
-            LedgerError: for a cache of several rows or with unknown ids.
+            LedgerError: for a cache without a model, whose identity has to go along.
+            ArtifactError: if the folder can't be written.
         """
         self.require_idle("save_pretrained")
         self.adopt()
@@ -417,4 +396,3 @@ class EditableCache(LedgeredCache):
     def _init_like(self, other: LedgeredCache) -> None:
         super()._init_like(other)
         self.tokenizer = getattr(other, "tokenizer", None)
-        self._checkpoints = {}

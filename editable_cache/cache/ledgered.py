@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from editable_cache.cache.passage import Passage, require_own
 from editable_cache.cache.undo import Undo
 from editable_cache.cache.watch import watch
 from editable_cache.errors import BusyError, LedgerError, SpanError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Snapshot(NamedTuple):
@@ -59,6 +62,7 @@ class LedgeredCache(DynamicCache):
         self.activity: str | None = None
         self.unfed: Tensor | None = None
         self._passage = Passage()
+        self._checkpoints: dict[str, Snapshot] = {}
         self.history: list[Any] = []
         if model is not None:
             watch(model, self)
@@ -115,7 +119,7 @@ class LedgeredCache(DynamicCache):
     def activate_past_recording(self) -> None:
         """Nothing to do: every layer keeps its past."""
 
-    def __copy__(self) -> LedgeredCache:
+    def __copy__(self) -> Self:
         return self.fork()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LedgeredCache:
@@ -169,7 +173,7 @@ class LedgeredCache(DynamicCache):
             layer.reset()
         self.ledger, self.unfed = snapshot.ledger, snapshot.unfed
 
-    def fork(self) -> LedgeredCache:
+    def fork(self) -> Self:
         """A second cache with the same contents, in O(1): storage is shared until one of the two writes.
 
         Segments, fields and positions go along; checkpoints do not.
@@ -178,6 +182,22 @@ class LedgeredCache(DynamicCache):
         snapshot, twin = self.snapshot(), self._empty_twin()
         twin.restore(snapshot)
         return twin
+
+    def checkpoint(self, name: str = "checkpoint") -> str:
+        """Remember the present state under a name, in O(1); a later checkpoint of the same name replaces it."""
+        self.require_idle("checkpoint")
+        self._checkpoints[name] = self.snapshot()
+        return name
+
+    def rollback(self, name: str = "checkpoint") -> None:
+        """Go back to a checkpoint, in O(1). It stays, and can be gone back to again.
+
+        Raises:
+            SpanError: if there is no checkpoint of that name.
+        """
+        if name not in self._checkpoints:
+            raise SpanError(f"rollback: unknown checkpoint {name!r}; this cache has {list(self._checkpoints)}.")
+        self.restore(self._checkpoints[name])
 
     def require_editable(self, operation: str) -> None:
         """Refuse ``operation`` where a layer holds something else than per-token keys and values.
@@ -336,7 +356,7 @@ class LedgeredCache(DynamicCache):
                 return int(next(iter(layer.view().values())).shape[0])
         return None
 
-    def _empty_twin(self) -> LedgeredCache:
+    def _empty_twin(self) -> Self:
         twin = type(self).__new__(type(self))
         twin._init_like(self)
         return twin
