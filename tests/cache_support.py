@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from editable_cache import EditableCache, EditableCacheError, Skill
 from editable_cache.adapters import host
@@ -168,3 +169,12 @@ def failing_at(module: Any, nth: int = 1, error: type[BaseException] = RuntimeEr
         yield calls
     finally:
         handle.remove()
+
+
+@functools.cache
+def chunked_prefill_starts_over() -> bool:
+    """Whether this transformers, in chunked prefill behind a filled cache, feeds the prompt from its start again."""
+    ids, stock = some_ids(12), DynamicCache()
+    forward(stock, ids[:, :7])
+    generate(stock, ids, prefill_chunk_size=5, max_new_tokens=1)
+    return stock.get_seq_length() != 12

@@ -117,3 +117,22 @@ def test_someone_elses_generate_on_the_model_is_kept_and_given_back():
     assert len(cache.ledger) == 4
     del cache
     assert model.generate is theirs
+
+
+@pytest.mark.parametrize("changed", [0, 4])
+def test_an_approximate_sync_that_keeps_what_follows_a_change_is_not_exact(changed):
+    """The cells behind the change stay in their slots; the first plan called that exact and left the old token there."""
+    model = tiny_model("llama")
+    cache, ids = EditableCache(model), list(range(10, 40))
+    cache.append(ids)
+    ids[changed] = 5
+    plan = cache.sync(ids, dry_run=True, approximate=True)
+    assert not plan.exact
+    assert plan.count("keep") == 29
+    cache.sync(ids, approximate=True)
+    assert cache.token_ids[0].tolist() == ids
+    found = cache.verify()
+    assert found.ok
+    assert found.stale_tokens == 29 - changed
+    cache.recompute((changed, 30))
+    assert cache.verify().full_cosine > 0.99999

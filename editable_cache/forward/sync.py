@@ -128,7 +128,7 @@ def approximate_plan(ledger: Ledger, ids: Tensor) -> Plan:
         at = start = at + count
     if start < len(new):
         runs.append(Run("recompute", start, len(new)))
-    exact = all(r.kind != "move" for r in runs) and sum(r.kind == "keep" for r in runs) <= 1
+    exact = all(r.kind == "recompute" or r.start == 0 == r.old_start for r in runs)  # only a common prefix is kept
     return Plan(tuple(runs), exact, used.count(False))
 
 
@@ -170,7 +170,8 @@ def _carry_out_exact(cache: LedgeredCache, tally: Tally, plan: Plan, ids: Tensor
 def _carry_out_approximate(cache: LedgeredCache, tally: Tally, plan: Plan, ids: Tensor, seam_tokens: int) -> None:
     model = run.require_model(cache, "sync")
     run.check_ids(model, ids, "sync")
-    run.check_limit(model, len(ids) - 1, "sync")
+    positions = _positions(cache.ledger, len(ids), next((r.start for r in plan.runs if r.kind != "keep"), len(ids)))
+    run.check_limit(model, int(positions.max()), "sync")
     run.spec_for_masks(model, "an approximate sync")
     placed, fresh = [], []
     name = cache.ledger.free_name("synced")
@@ -196,8 +197,15 @@ def _carry_out_approximate(cache: LedgeredCache, tally: Tally, plan: Plan, ids: 
     if lost:
         tally.notes.append(f"fields no longer in the text: {lost}")
     cache.ledger = cache.ledger.with_fields(whole)
-    rearrange(cache, model_spec(model), placed, torch.arange(len(ids))[None])
+    rearrange(cache, model_spec(model), placed, positions)
     changed = next((r.start for r in plan.runs if r.kind != "keep"), len(ids))
     cache.ledger = replace(cache.ledger, open_gap=0).marked_stale([(changed, len(ids))], "sync")
     if fresh:
         tally.computed += run.recompute_slots(cache, torch.cat(fresh))
+
+
+def _positions(ledger: Ledger, length: int, common: int) -> Tensor:
+    """Positions of the new sequence: the common prefix stays where it is, the rest follows without gaps."""
+    kept = ledger.positions[:, :common]
+    first = int(kept.max()) + 1 if common else 0
+    return torch.cat((kept, torch.arange(first, first + length - common)[None]), dim=1)

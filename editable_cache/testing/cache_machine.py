@@ -241,8 +241,10 @@ class CacheMachine(MachineSupport):
             self.perfect.unfed = []
             self.perfect.append(content[common:])
         else:  # a new list; which fields survive is the cache's to say
-            self.perfect, self.cells = CacheModel(), {}
-            self.perfect.append(content)
+            common = len(plan.runs[0]) if plan.runs[0].start == plan.runs[0].old_start else 0
+            prefix = [replace(token, field=None) for token in self.perfect.tokens[:common]]
+            self.perfect, self.cells = CacheModel(prefix), {}
+            self.perfect.append(content[common:])
             tokens = self.perfect.tokens
             for field in self.cache.fields:
                 for index, (start, stop) in enumerate(field.spans):

@@ -10,6 +10,7 @@ import torch
 from cache_support import (
     Snapshot,
     assert_same_output,
+    chunked_prefill_starts_over,
     failing_at,
     forward,
     generate,
@@ -70,7 +71,12 @@ def test_a_prefilled_single_row_feeds_every_mode(mode: str, held: int) -> None:
     expected = run(DynamicCache(), ids, **MODES[mode])
     cache = make_cache()
     cache.append(ids[0, :held])
-    assert_same_output(run(cache, ids, **MODES[mode]), expected, 1e-4)
+    if mode == "chunked_prefill" and chunked_prefill_starts_over():
+        with pytest.raises(LedgerError, match=f"from slot {min(held, 11)} on"):
+            run(cache, ids, **MODES[mode])
+        assert cache.token_ids.tolist() == ids[:, :held].tolist()
+    else:
+        assert_same_output(run(cache, ids, **MODES[mode]), expected, 1e-4)
     assert cache.verify().ok
 
 
@@ -239,6 +245,8 @@ def test_embeddings_are_recorded_as_unknown() -> None:
 @pytest.mark.parametrize("mode", ["greedy", "beams", "several", "prompt_lookup", "chunked_prefill"])
 @pytest.mark.parametrize("held", [0, 7, 12, 15])
 def test_generate_that_fails_leaves_the_cache_as_it_was(held: int, mode: str, nth: int) -> None:
+    if held and mode == "chunked_prefill" and chunked_prefill_starts_over():
+        pytest.skip("this transformers feeds the prompt from its start again, which is refused before any layer runs")
     ids, cache = some_ids(12), make_cache()
     if held:
         cache.append(torch.cat((ids[0], ids[0, :3]))[:held])

@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from cache_support import Snapshot, failing_at, forward, make_context, shared_model, shared_tokenizer, some_ids
+from cache_support import (
+    Snapshot,
+    failing_at,
+    forward,
+    generate,
+    make_context,
+    shared_model,
+    shared_tokenizer,
+    some_ids,
+)
 from transformers import DynamicCache
 
 from editable_cache import BusyError, EditableCache, LedgerError
@@ -94,9 +103,8 @@ def test_generate_keeps_its_signature_and_name() -> None:
 def test_a_cache_without_a_model_next_to_a_watched_one(make: Any) -> None:
     model, ids = shared_model(), some_ids(12)
     watching, plain = EditableCache(model), make(model)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, cache=plain)
     stock = DynamicCache()
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, cache=stock)
+    out, expected = (generate(cache, ids, max_new_tokens=4).sequences for cache in (plain, stock))
     assert torch.equal(out, expected)
     assert plain.get_seq_length() == stock.get_seq_length()
     assert watching.get_seq_length() == 0

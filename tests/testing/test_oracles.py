@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from editable_cache.adapters import host
 from editable_cache.testing import oracles, tolerance
 from editable_cache.testing.tiny_models import (
     FAMILIES,
@@ -115,7 +116,7 @@ class TestAgreement:
                     input_ids=ids[None, suffix],
                     position_ids=positions[None, suffix],
                     attention_mask=torch.ones(1, LENGTH, dtype=torch.long),
-                    cache=cache,
+                    **{host.cache_argument(model): cache},
                 ).logits
 
         oracles.check(spliced(0), expected)
