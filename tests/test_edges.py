@@ -121,7 +121,7 @@ def test_someone_elses_generate_on_the_model_is_kept_and_given_back():
 
 @pytest.mark.parametrize("changed", [0, 4])
 def test_an_approximate_sync_that_keeps_what_follows_a_change_is_not_exact(changed):
-    """The cells behind the change stay in their slots; the first plan called that exact and left the old token there."""
+    """The cells behind the change stay in their slots; the first plan called that exact and kept the old token."""
     model = tiny_model("llama")
     cache, ids = EditableCache(model), list(range(10, 40))
     cache.append(ids)

@@ -14,7 +14,8 @@ import weakref
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from editable_cache.adapters import host
 from editable_cache.ops import checksum
@@ -63,28 +64,50 @@ class _Known(NamedTuple):
     identity: ModelIdentity
 
 
+class _FirstElements(NamedTuple):
+    addresses: tuple[int, ...]
+    views: tuple[tuple[Tensor, ...], ...]  # 0-dimensional, one group for each dtype and device
+
+
+_first_elements: weakref.WeakKeyDictionary[nn.Module, _FirstElements] = weakref.WeakKeyDictionary()
 _identities: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 _tokenizers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
-def identify(model: nn.Module, tokenizer: Any = None) -> ModelIdentity:
-    """The identity of a model as it stands now, and of a tokenizer if one took part."""
-    state = weights_state(model), _config_digest(model)
+def identify(model: nn.Module, tokenizer: Any = None, *, state: tuple[Any, ...] | None = None) -> ModelIdentity:
+    """The identity of a model as it stands now, and of a tokenizer if one took part.
+
+    ``state`` is the model's ``weights_state`` where the caller has it already.
+    """
+    everything = (weights_state(model) if state is None else state), _config_digest(model)
     known = _identities.get(model)
-    if known is None or known.state != state:
-        _identities[model] = known = _Known(state, _measure(model))
+    if known is None or known.state != everything:
+        _identities[model] = known = _Known(everything, _measure(model))
     return known.identity if tokenizer is None else replace(known.identity, tokenizer=tokenizer_digest(tokenizer))
 
 
 def weights_state(model: nn.Module) -> tuple[Any, ...]:
     """Cheap token that changes when a parameter or buffer is written or replaced, or adapters switch."""
-    found = []
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                sample = 0.0 if tensor.is_meta or not tensor.numel() else tensor.detach()[(0,) * tensor.dim()].item()
-                found.append((tensor.data_ptr(), tensor._version, sample))
-    return tuple(found), str(getattr(model, "dtype", "")), _active_adapters(model)
+    tensors = [
+        tensor
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None and not tensor.is_meta and tensor.numel()
+    ]
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    known = _first_elements.get(model)
+    if known is None or known.addresses != addresses:
+        _first_elements[model] = known = _FirstElements(addresses, _scalars(tensors))
+    samples = tuple(tuple(torch.stack(group).tolist()) for group in known.views)
+    versions = tuple(tensor._version for tensor in tensors)
+    return addresses, versions, samples, str(getattr(model, "dtype", "")), _active_adapters(model)
+
+
+def _scalars(tensors: list[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach()[(0,) * tensor.dim()])
+    return tuple(tuple(group) for group in groups.values())
 
 
 def weights_digest(model: nn.Module) -> str:

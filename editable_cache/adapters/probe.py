@@ -36,13 +36,15 @@ class _Prefill(NamedTuple):
     logits: Tensor
 
 
-def model_spec(model: nn.Module) -> ModelSpec:
+def model_spec(model: nn.Module, *, state: tuple[Any, ...] | None = None) -> ModelSpec:
     """What the self-test proves about ``model``; measured once for each state of its weights.
+
+    ``state`` is the model's ``weights_state`` where the caller has it already.
 
     Raises:
         UnsupportedModelError: with every measurement that speaks against moving this model's cells.
     """
-    state = weights_state(model)
+    state = weights_state(model) if state is None else state
     known = _specs.get(model)
     if known is None or known[0] != state:
         _specs[model] = known = (state, measure(model))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from editable_cache.adapters import identify, model_spec
+from editable_cache.adapters import identify, model_spec, weights_state
 from editable_cache.cache import UNKNOWN, Ledger, LedgeredCache, Segment
 from editable_cache.cache.arrange import Placed, arranged_fields, extend_with_chunk, rearrange
 from editable_cache.cache.pieces import Blank, Keep, Paste
@@ -38,8 +38,9 @@ def splice(
 ) -> Outcome:
     """Write a chunk into the cache; see ``EditableCache.splice``."""
     model = run.require_model(cache, "splice")
-    require_compatible(identify(model, tokenizer), chunk, "splice")
-    spec = model_spec(model)
+    state = weights_state(model)
+    require_compatible(identify(model, tokenizer, state=state), chunk, "splice")
+    spec = model_spec(model, state=state)
     with operating(cache, "splice") as tally:
         if at in (None, len(cache.ledger)):
             tally.computed += run.feed_unfed(cache)
@@ -52,8 +53,7 @@ def splice(
         if position is not None and at not in (None, length):
             raise SpanError("splice: position= places a chunk behind the last slot; expected it without at=.")
         slot = length if at is None else at
-        note = f"{chunk.provenance.how}, digest {chunk.digest}"
-        segment = Segment(new_name(cache.ledger, name or chunk.name, "spliced"), 0, 0, "spliced", note=note)
+        segment = Segment(new_name(cache.ledger, name or chunk.name, "spliced"), 0, 0, "spliced")
         seam = min(seam_tokens, len(chunk))
         if not len(chunk):
             tally.notes.append("empty chunk: nothing to splice")

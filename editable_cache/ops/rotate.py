@@ -60,12 +60,20 @@ def _angle(positions: Tensor, inv_freq: Tensor) -> Tensor:
     return positions.to(torch.float32)[..., None] * inv_freq  # float32, as the model rounds it
 
 
+CACHE_BYTES = 2**21
+"""Tensors above this size are turned head by head, so that the second pass finds them in the processor's cache."""
+
+
 def rotate_into(out: Tensor, states: Tensor, turn: Rotation) -> None:
     """Write ``states`` turned by ``turn`` into ``out``; both ``[batch, heads, seq_len, head_dim]``, not overlapping.
 
     Arithmetic is float32 (float64 for float64 states); the result is cast once, on writing. Channels outside the
     rotated slice are copied.
     """
+    if out.nbytes > CACHE_BYTES and out.shape[1] > 1 and out.device.type == "cpu":
+        for head in range(out.shape[1]):
+            rotate_into(out[:, head : head + 1], states[:, head : head + 1], turn)
+        return
     start, stop = turn.rotary.start, turn.rotary.stop
     if start > 0:
         out[..., :start].copy_(states[..., :start])
