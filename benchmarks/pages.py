@@ -96,6 +96,7 @@ def speed_page(result: dict[str, Any]) -> str:
         ("full prefill with `DynamicCache`", "full_prefill"),
         ("load + splice + 20-token question", "load_splice_question"),
         ("the same, one seam token", "load_splice_seam_1_question"),
+        ("splice from memory + question", "splice_question_in_memory"),
         ("splice alone", "splice_alone"),
         ("the same bytes behind the same prefix of a `DynamicCache`, not rotated", "plain_copy"),
     ):
@@ -104,6 +105,7 @@ def speed_page(result: dict[str, Any]) -> str:
         ("full prefill / composed", "speedup"),
         ("full prefill / composed, one seam token", "speedup_seam_1"),
         ("full prefill / composed, processor time of one thread", "one_thread_cpu_speedup"),
+        ("rotate and concatenate by hand, in memory, + question / splice + question", "by_hand_over_splice"),
         ("splice / plain copy", "splice_over_copy"),
     ):
         lines.append(f"| {label} | " + " | ".join(_ratio(part[key]) for part in parts) + " |")

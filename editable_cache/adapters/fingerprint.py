@@ -64,17 +64,35 @@ class _Known(NamedTuple):
     identity: ModelIdentity
 
 
+class WeightsState(NamedTuple):
+    """Cheap token of a model's state: addresses, versions and first elements of its tensors, and its adapters."""
+
+    parameters: tuple[Any, ...]
+    buffers: tuple[Any, ...]
+    dtype: str
+    adapters: str
+
+    @property
+    def without_buffers(self) -> WeightsState:
+        """The part that no forward changes (some rotary embeddings renew their buffers as the context grows)."""
+        return self._replace(buffers=())
+
+
 class _FirstElements(NamedTuple):
     addresses: tuple[int, ...]
-    views: tuple[tuple[Tensor, ...], ...]  # 0-dimensional, one group for each dtype and device
+    views: tuple[tuple[tuple[Tensor, ...], ...], ...]  # of parameters and buffers, by dtype and device; 0-dimensional
 
 
 _first_elements: weakref.WeakKeyDictionary[nn.Module, _FirstElements] = weakref.WeakKeyDictionary()
+STATES = 8
+"""How many earlier states of a model are remembered with what they held."""
+
+_contents: weakref.WeakKeyDictionary[nn.Module, dict[WeightsState, tuple[str, str]]] = weakref.WeakKeyDictionary()
 _identities: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 _tokenizers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
-def identify(model: nn.Module, tokenizer: Any = None, *, state: tuple[Any, ...] | None = None) -> ModelIdentity:
+def identify(model: nn.Module, tokenizer: Any = None, *, state: WeightsState | None = None) -> ModelIdentity:
     """The identity of a model as it stands now, and of a tokenizer if one took part.
 
     ``state`` is the model's ``weights_state`` where the caller has it already.
@@ -83,24 +101,31 @@ def identify(model: nn.Module, tokenizer: Any = None, *, state: tuple[Any, ...] 
     known = _identities.get(model)
     if known is None or known.state != everything:
         _identities[model] = known = _Known(everything, _measure(model))
+        contents = _contents.setdefault(model, {})
+        contents[everything[0].without_buffers] = (known.identity.weights, known.identity.adapters)
+        for old in list(contents)[:-STATES]:
+            del contents[old]
     return known.identity if tokenizer is None else replace(known.identity, tokenizer=tokenizer_digest(tokenizer))
 
 
-def weights_state(model: nn.Module) -> tuple[Any, ...]:
+def weights_state(model: nn.Module) -> WeightsState:
     """Cheap token that changes when a parameter or buffer is written or replaced, or adapters switch."""
-    tensors = [
-        tensor
-        for module in model.modules()
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None and not tensor.is_meta and tensor.numel()
-    ]
-    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    parameters = [tensor for module in model.modules() for tensor in module._parameters.values()]
+    buffers = [tensor for module in model.modules() for tensor in module._buffers.values()]
+    held = [[t for t in tensors if t is not None and not t.is_meta and t.numel()] for tensors in (parameters, buffers)]
+    addresses = tuple(tensor.data_ptr() for tensors in held for tensor in tensors)
     known = _first_elements.get(model)
     if known is None or known.addresses != addresses:
-        _first_elements[model] = known = _FirstElements(addresses, _scalars(tensors))
-    samples = tuple(tuple(torch.stack(group).tolist()) for group in known.views)
-    versions = tuple(tensor._version for tensor in tensors)
-    return addresses, versions, samples, str(getattr(model, "dtype", "")), _active_adapters(model)
+        views = tuple(_scalars(tensors) for tensors in held)
+        _first_elements[model] = known = _FirstElements(addresses, views)
+    marks = [
+        (
+            tuple((tensor.data_ptr(), tensor._version) for tensor in tensors),
+            tuple(tuple(torch.stack(group).tolist()) for group in groups),
+        )
+        for tensors, groups in zip(held, known.views, strict=True)
+    ]
+    return WeightsState(marks[0], marks[1], str(getattr(model, "dtype", "")), _active_adapters(model))
 
 
 def _scalars(tensors: list[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
@@ -116,6 +141,17 @@ def weights_digest(model: nn.Module) -> str:
     for name, tensor in model.state_dict().items():
         hasher.update(f"{name}\0{checksum(tensor)}\0".encode())
     return hasher.hexdigest()
+
+
+def same_weights(model: nn.Module, before: WeightsState, now: WeightsState) -> bool:
+    """Whether a model holds now what it held ``before``: untouched, or written with the same content.
+
+    The second can only be told if the model was identified in its earlier state.
+    """
+    if before.without_buffers == now.without_buffers:
+        return True
+    known = _contents.get(model, {}).get(before.without_buffers)
+    return known is not None and known == (identify(model, state=now).weights, now.adapters)
 
 
 def _measure(model: nn.Module) -> ModelIdentity:

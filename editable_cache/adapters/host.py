@@ -100,6 +100,13 @@ def with_own_name(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, A
     return {**renamed, cache_argument(model): cache_in(arguments)}
 
 
+def uses_cache(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Whether a ``generate`` with these arguments will use a cache."""
+    config = arguments.get("generation_config") or getattr(model, "generation_config", None)
+    chosen = arguments.get("use_cache", getattr(config, "use_cache", None))
+    return chosen is None or bool(chosen)
+
+
 def cache_argument(model: nn.Module) -> str:
     """How this model calls its cache argument."""
     names = _parameters(type(model).forward)

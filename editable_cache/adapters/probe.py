@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from editable_cache.adapters import host
-from editable_cache.adapters.fingerprint import weights_state
+from editable_cache.adapters.fingerprint import WeightsState, weights_state
 from editable_cache.errors import Reason, UnsupportedModelError
 from editable_cache.ops import relative_error, rotate_into, rotation
 from editable_cache.spec import LayerSpec, ModelSpec, RotarySpec, TensorSpec
@@ -36,7 +36,7 @@ class _Prefill(NamedTuple):
     logits: Tensor
 
 
-def model_spec(model: nn.Module, *, state: tuple[Any, ...] | None = None) -> ModelSpec:
+def model_spec(model: nn.Module, *, state: WeightsState | None = None) -> ModelSpec:
     """What the self-test proves about ``model``; measured once for each state of its weights.
 
     ``state`` is the model's ``weights_state`` where the caller has it already.

@@ -39,6 +39,8 @@ def rearrange(cache: LedgeredCache, spec: ModelSpec | None, placed: Sequence[Pla
         positions: int64 ``[batch, new_length]``.
     """
     pieces = [item.piece for item in placed]
+    if spec is not None and _is_low_precision(cache):
+        _settle_if_lost(cache, spec)
     ledger = _arranged_ledger(cache.ledger, placed, positions)
     if bool((positions[ledger.valid] < 0).any()):
         raise SpanError(
@@ -57,6 +59,16 @@ def rearrange(cache: LedgeredCache, spec: ModelSpec | None, placed: Sequence[Pla
             _arrange_layer(layer, layer_idx, pieces, start, rotaries, turns, low=_is_low_precision(cache))
     low = _is_low_precision(cache)
     cache.ledger = ledger if low else replace(ledger, sources=ledger.positions)
+
+
+def _settle_if_lost(cache: LedgeredCache, spec: ModelSpec) -> None:
+    """Take the stored keys of every layer as pristine where one of them has lost its own (assigned by hand)."""
+    rotating = [any(tensor.rotary is not None for tensor in layer.tensors) for layer in spec.layers]
+    layers = [layer for layer, turns in zip(cache.editable_layers, rotating, strict=True) if turns]
+    if not torch.equal(cache.ledger.sources, cache.ledger.positions) and not all(layer.pristine for layer in layers):
+        for layer in layers:
+            layer.pristine = {}
+        cache.ledger = replace(cache.ledger, sources=cache.ledger.positions)
 
 
 def extend_with_chunk(
@@ -249,12 +261,15 @@ def _arranged_ledger(ledger: Ledger, placed: Sequence[Placed], positions: Tensor
 
 def _arranged_segments(ledger: Ledger, placed: Sequence[Placed]) -> tuple[Segment, ...]:
     runs: list[tuple[Segment, int]] = []
+    kept: dict[str, list[tuple[int, int]]] = {}
+    renewed = {segment.name for _, segment in placed if segment is not None}
     for piece, segment in placed:
         if isinstance(piece, Keep):
             for old in ledger.segments:
-                count = min(piece.stop, old.stop) - max(piece.start, old.start)
-                if count > 0:
-                    runs.append((old, count))
+                start, stop = max(piece.start, old.start), min(piece.stop, old.stop)
+                if start < stop:
+                    runs.append((old, stop - start))
+                    kept.setdefault(old.name, []).append((start, stop))
         elif len(piece) and segment is not None:
             runs.append((segment, len(piece)))
     segments: list[Segment] = []
@@ -265,7 +280,13 @@ def _arranged_segments(ledger: Ledger, placed: Sequence[Placed]) -> tuple[Segmen
         else:
             segments.append(replace(label, start=offset, stop=offset + count))
         offset, last = offset + count, label
-    return tuple(_with_unique_names(segments))
+    told = {old.name for old in ledger.segments if _is_whole(old, kept.get(old.name, []))} | renewed
+    return tuple(_with_unique_names([s if s.name in told else replace(s, template=()) for s in segments]))
+
+
+def _is_whole(segment: Segment, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether ascending runs keep every token of a segment in its order, so that its template still tells its text."""
+    return sum(stop - start for start, stop in spans) == len(segment) and list(spans) == sorted(spans)
 
 
 def _with_unique_names(segments: Sequence[Segment]) -> list[Segment]:

@@ -201,6 +201,8 @@ class EditableLayer(DynamicLayer):
 
     def overwrite(self, slots: Tensor | slice, states: Mapping[str, Tensor]) -> None:
         """Write ``states`` over existing ``slots``."""
+        if not isinstance(slots, slice) and not len(slots):
+            return
         if self._store is None:
             raise LedgerError("overwrite: the layer holds no cells yet; run a forward with this cache first.")
         own = self._store.own(self.length)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from editable_cache.cache.pieces import merge, subtract
+from editable_cache.cache.pieces import merge, spans_of
 from editable_cache.errors import FieldError, SpanError
 
 UNKNOWN = -1
@@ -34,6 +34,7 @@ class Segment:
         origin: ``"prefilled"``, ``"generated"``, ``"spliced"``, ``"erratum"`` or ``"unseen"``.
         template: for a segment with fields, its text as ``(literal, field name or None)`` pieces.
         note: where it comes from, for people.
+        grows: made by a bare forward or ``generate``: more tokens of the same origin continue it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Segment:
     origin: str
     template: tuple[tuple[str, str | None], ...] = ()
     note: str = ""
+    grows: bool = False
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -236,7 +238,8 @@ class Ledger:
     ) -> Ledger:
         """With new slots at the end.
 
-        A segment continues the last one if it has its name, or no name and its origin; otherwise it becomes a new one.
+        A segment continues the last one if it has its name, or no name and its origin where that one ``grows``;
+        otherwise it becomes a new one.
 
         Args:
             group, offset: for cells of an isolated chunk, its number and the index of the first token in it.
@@ -244,8 +247,8 @@ class Ledger:
         start, count = len(self), ids.shape[1]
         segments = self.segments
         last = segments[-1] if segments else None
-        unnamed = not segment.name and last is not None and last.origin == segment.origin and not last.template
-        if last is not None and (segment.name == last.name or (unnamed and last.name.startswith(last.origin))):
+        continues = last is not None and not segment.name and last.grows and last.origin == segment.origin
+        if last is not None and (segment.name == last.name or continues):
             segments = (*segments[:-1], replace(last, stop=last.stop + count))
         elif count:
             name = segment.name or self.free_name(segment.origin)
@@ -302,19 +305,15 @@ class Ledger:
         new = tuple(Stale(start, stop, cause) for start, stop in merge(spans))
         return replace(self, stale=tuple(dict.fromkeys((*self.stale, *new))))
 
-    def marked_fresh(self, spans: Sequence[Span]) -> Ledger:
-        """After every layer of ``spans`` was recomputed: no longer stale, no longer part of an isolated chunk."""
+    def marked_fresh(self, slots: Tensor) -> Ledger:
+        """After every layer of ``slots`` was recomputed: no longer stale, no longer part of an isolated chunk."""
+        fresh = torch.zeros(len(self), dtype=torch.bool)
+        fresh[slots] = True
+        causes = dict.fromkeys(old.cause for old in self.stale)
         stale = tuple(
-            Stale(start, stop, old.cause)
-            for old in self.stale
-            for start, stop in subtract([(old.start, old.stop)], spans)
+            Stale(start, stop, cause) for cause in causes for start, stop in spans_of(self._stale_mask(cause) & ~fresh)
         )
-        groups, offsets, sources = self.groups.clone(), self.offsets.clone(), self.sources.clone()
-        for start, stop in spans:
-            groups[:, start:stop] = 0
-            offsets[:, start:stop] = 0
-            sources[:, start:stop] = self.positions[:, start:stop]
-        return replace(self, stale=stale, groups=groups, offsets=offsets, sources=sources)
+        return self._as_live(slots, stale)
 
     def recomputed(self, whole: Tensor, partly: Tensor) -> Ledger:
         """After chosen cells were computed anew: in every layer at slots ``whole``, in some layers at ``partly``.
@@ -322,13 +321,10 @@ class Ledger:
         Cells that were exact have not changed by it. Where others have, live cells behind them that were not computed
         anew know what stood there before.
         """
-        inexact = (self.groups != 0).any(dim=0)
-        known_stale = torch.zeros(len(self), dtype=torch.bool)
-        for span in self.stale:
-            known_stale[span.start : span.stop] = True
+        inexact, known_stale = (self.groups != 0).any(dim=0), self._stale_mask()
         chosen = torch.cat((whole, partly))
         changed = chosen[(inexact | known_stale)[chosen]]
-        fresh = self.marked_fresh(merge([(slot, slot + 1) for slot in whole.tolist()]))
+        fresh = self.marked_fresh(whole)
         stale = torch.zeros(len(self), dtype=torch.bool)
         if len(changed):
             stale[int(changed.min()) + 1 :] = True
@@ -336,11 +332,22 @@ class Ledger:
             stale[whole] = False
         if len(partly):
             stale[partly] |= inexact[partly]
-            groups, offsets, sources = fresh.groups.clone(), fresh.offsets.clone(), fresh.sources.clone()
-            groups[:, partly] = offsets[:, partly] = 0
-            sources[:, partly] = self.positions[:, partly]
-            fresh = replace(fresh, groups=groups, offsets=offsets, sources=sources)
-        return fresh.marked_stale([(slot, slot + 1) for slot in stale.nonzero()[:, 0].tolist()], "recompute")
+            fresh = fresh._as_live(partly, fresh.stale)
+        return fresh.marked_stale(spans_of(stale), "recompute")
+
+    def _stale_mask(self, cause: str | None = None) -> Tensor:
+        """bool ``[length]``: cells that are stale, because of ``cause`` or of anything."""
+        mask = torch.zeros(len(self), dtype=torch.bool)
+        for span in self.stale:
+            if cause in (None, span.cause):
+                mask[span.start : span.stop] = True
+        return mask
+
+    def _as_live(self, slots: Tensor, stale: tuple[Stale, ...]) -> Ledger:
+        groups, offsets, sources = self.groups.clone(), self.offsets.clone(), self.sources.clone()
+        groups[:, slots] = offsets[:, slots] = 0
+        sources[:, slots] = self.positions[:, slots]
+        return replace(self, groups=groups, offsets=offsets, sources=sources, stale=stale)
 
     def mixed(self, start: int, stop: int, cause: str) -> Ledger:
         """Cells ``[start, stop)`` are of no isolated chunk and of no live prefill: stale from the beginning."""
@@ -357,7 +364,7 @@ class Ledger:
             ids=torch.cat((ledger.ids[:, :-1], ids), dim=1),
             positions=torch.cat((ledger.positions[:, :-1], positions), dim=1),
         )
-        return ledger.marked_fresh([(len(self) - 1, len(self))])
+        return ledger.marked_fresh(torch.tensor([len(self) - 1]))
 
     def rows(self, indices: Tensor) -> Ledger:
         """With the given rows of the batch, in this order."""

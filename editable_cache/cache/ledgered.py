@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from editable_cache.adapters import host
+from editable_cache.adapters import WeightsState, host, same_weights, weights_state
 from editable_cache.cache.layer import EditableLayer, LayerState
 from editable_cache.cache.ledger import UNKNOWN, Ledger, Segment
 from editable_cache.cache.passage import Passage, require_own
 from editable_cache.cache.undo import Undo
 from editable_cache.cache.watch import watch
-from editable_cache.errors import BusyError, LedgerError, SpanError, UnsupportedModelError
+from editable_cache.errors import BusyError, CompatibilityError, LedgerError, SpanError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,6 +31,7 @@ class Snapshot(NamedTuple):
     layers: tuple[LayerState, ...]
     ledger: Ledger
     unfed: Tensor | None
+    computed_by: WeightsState | None
 
 
 class LedgeredCache(DynamicCache):
@@ -47,6 +48,7 @@ class LedgeredCache(DynamicCache):
         activity: name of the operation that is using the cache now, or None.
         unfed: ids ``[batch, num_tokens]`` that the last ``generate`` returned and has not fed: its last token. What
             is put behind the cache next is put behind them. None if there are none.
+        computed_by: state of the weights that computed the cells, or None while there are none.
         history: outcomes of the operations so far, oldest first; each cache keeps its own.
     """
 
@@ -61,6 +63,7 @@ class LedgeredCache(DynamicCache):
         self.ledger = Ledger.empty()
         self.activity: str | None = None
         self.unfed: Tensor | None = None
+        self.computed_by: WeightsState | None = None
         self._passage = Passage()
         self._checkpoints: dict[str, Snapshot] = {}
         self.history: list[Any] = []
@@ -102,6 +105,7 @@ class LedgeredCache(DynamicCache):
         self.adopt()
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # not by batch_select_indices, which leaves recurrent state where it is
         self.ledger = self.ledger.rows(beam_idx.cpu())
+        self.unfed = None if self.unfed is None else self.unfed[beam_idx.cpu()]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times."""
@@ -132,7 +136,7 @@ class LedgeredCache(DynamicCache):
             elif mine.length:
                 theirs.append({name: tensor.detach() for name, tensor in mine.view().items()})
                 theirs.pristine = {name: tensor.clone() for name, tensor in mine.pristine.items()}
-        twin.ledger, twin.unfed = self.ledger, self.unfed
+        twin.ledger, twin.unfed, twin.computed_by = self.ledger, self.unfed, self.computed_by
         return twin
 
     def __reduce__(self) -> Any:
@@ -161,7 +165,9 @@ class LedgeredCache(DynamicCache):
         """
         self.adopt()
         self.require_editable("snapshot")
-        return Snapshot(tuple(layer.share() for layer in self.editable_layers), self.ledger, self.unfed)
+        return Snapshot(
+            tuple(layer.share() for layer in self.editable_layers), self.ledger, self.unfed, self.computed_by
+        )
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to ``snapshot``; it stays valid."""
@@ -171,7 +177,7 @@ class LedgeredCache(DynamicCache):
             layer.set_state(state)
         for layer in layers[len(snapshot.layers) :]:  # made by a first forward after the snapshot
             layer.reset()
-        self.ledger, self.unfed = snapshot.ledger, snapshot.unfed
+        self.ledger, self.unfed, self.computed_by = snapshot.ledger, snapshot.unfed, snapshot.computed_by
 
     def fork(self) -> Self:
         """A second cache with the same contents, in O(1): storage is shared until one of the two writes.
@@ -242,6 +248,24 @@ class LedgeredCache(DynamicCache):
         if self._is_moving:
             self.require_idle(operation)
 
+    def require_same_weights(self, operation: str) -> None:
+        """Refuse ``operation`` if the model's weights or adapters changed since the cells were computed.
+
+        Raises:
+            CompatibilityError: with the next move.
+        """
+        if self.model is None:
+            return
+        state = weights_state(self.model)
+        if not len(self.ledger) or self.computed_by is None:
+            self.computed_by = state
+        elif not same_weights(self.model, self.computed_by, state):
+            raise CompatibilityError(
+                f"{operation}: the weights or adapters of this {type(self.model).__name__} were changed after the "
+                "cells of this cache were computed, so old and new ones do not belong together. Compute all of them "
+                "again with cache.recompute(slice(None)), or start anew with cache.reset()."
+            )
+
     def recover(self) -> None:
         """After an interrupt in the middle of a bare ``model(...)`` call: put the cache back to before that call."""
         self._passage.abandon(self)
@@ -272,7 +296,7 @@ class LedgeredCache(DynamicCache):
             valid = torch.ones((self.ledger.batch, length - len(self.ledger)), dtype=torch.bool)
             ids = torch.full(valid.shape, UNKNOWN)
             positions = self.ledger.next_positions(valid)
-            self.ledger = self.ledger.extended(ids, positions, valid, Segment("", 0, 0, "unseen"))
+            self.ledger = self.ledger.extended(ids, positions, valid, Segment("", 0, 0, "unseen", grows=True))
 
     # -- operations
 
@@ -321,6 +345,7 @@ class LedgeredCache(DynamicCache):
         self.require_idle("generate")
         require_own(self, model)
         self.adopt()
+        self.require_same_weights("generate")
         with self._passage.generating(self, ids, mask, own_positions=own_positions):
             yield
 

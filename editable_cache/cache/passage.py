@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -111,13 +112,15 @@ class Passage:
         alone = not generating or cache.has_foreign_layers
         undo, ledger = Undo(cache.editable_layers if alone else []), cache.ledger
         first = generating and not self._steps
+        if not len(cache.ledger) and not generating:
+            cache.require_same_weights("forward")
         try:
             if given is not None:
                 repeats = entry.check_batch(cache.ledger, given.shape[0])
                 if repeats > 1:
                     cache.batch_repeat_interleave(repeats)
                 elif len(cache.ledger) == 0:
-                    cache.ledger = Ledger.empty(given.shape[0])
+                    cache.ledger = replace(Ledger.empty(given.shape[0]), open_gap=cache.ledger.open_gap)
             checked = entry.prepare(
                 cache.ledger,
                 arguments,
@@ -181,7 +184,7 @@ class Passage:
         if not ids.shape[1]:
             return ledger
         origin = "generated" if cache.activity == "generate" and self._steps else "prefilled"
-        return ledger.extended(ids, positions, valid, Segment("", 0, 0, origin))
+        return ledger.extended(ids, positions, valid, Segment("", 0, 0, origin, grows=True))
 
 
 def require_own(cache: LedgeredCache, model: nn.Module) -> None:

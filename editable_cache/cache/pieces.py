@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from editable_cache.chunk import KVChunk
@@ -80,14 +81,10 @@ def merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def subtract(spans: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of ``spans`` outside ``holes``."""
-    left = merge(spans)
-    for low, high in holes:
-        left = [
-            part
-            for start, stop in left
-            for part in ((start, min(stop, low)), (max(start, high), stop))
-            if part[0] < part[1]
-        ]
-    return left
+def spans_of(mask: Tensor) -> list[tuple[int, int]]:
+    """The runs of True in a bool mask ``[length]``, as ascending half-open spans."""
+    edges = torch.diff(
+        mask.to(torch.int8), prepend=torch.zeros(1, dtype=torch.int8), append=torch.zeros(1, dtype=torch.int8)
+    )
+    starts, stops = (edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist()
+    return list(zip(starts, stops, strict=True))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from editable_cache.adapters import host
+from editable_cache.errors import LedgerError
 
 if TYPE_CHECKING:
     from editable_cache.cache.ledgered import LedgeredCache
@@ -102,6 +103,12 @@ class _WatchedGenerate:
         cache = host.cache_in(kwargs)
         if not _is_ledgered(cache):
             return original(*args, **kwargs)
+        if not host.uses_cache(model, kwargs):
+            raise LedgerError(
+                "generate: expected use_cache=True together with a cache, got False (from the call, or from "
+                "model.generation_config, where gradient checkpointing leaves it): every step would feed the whole "
+                "prompt again. Pass use_cache=True, or no cache."
+            )
         kwargs = host.with_own_name(model, kwargs)
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         mask = kwargs.get("attention_mask")

@@ -35,6 +35,10 @@ class Provenance:
     prefix_ids: tuple[int, ...] = ()
     note: str = ""
 
+    def __str__(self) -> str:
+        seen = f"behind {len(self.prefix_ids)} tokens" if self.prefix_ids else "alone"
+        return f"{self.how} {seen}" + (f" ({self.note})" if self.note else "")
+
 
 @dataclass(frozen=True, eq=False)
 class KVChunk:

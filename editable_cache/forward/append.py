@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def add(
     """
     ledger = cache.ledger
     if not len(ledger):
-        ledger = cache.ledger = Ledger.empty(ids.shape[0])
+        ledger = cache.ledger = replace(Ledger.empty(ids.shape[0]), open_gap=ledger.open_gap)
     elif ids.shape[0] not in (1, ledger.batch):
         raise SpanError(f"append: expected one text, or one for each of the {ledger.batch} rows, got {ids.shape[0]}.")
     if tokenizer is not None and ledger.batch == 1 and len(ledger):
@@ -150,6 +151,8 @@ def new_name(ledger: Ledger, wanted: str | None, origin: str) -> str:
     """
     if wanted is None:
         return ledger.free_name(origin)
+    if not wanted:
+        raise SpanError("name: expected a text or None, got an empty one.")
     if any(segment.name == wanted for segment in ledger.segments):
         raise SpanError(f"Duplicate segment name {wanted!r}; this cache has {[s.name for s in ledger.segments]}.")
     return wanted

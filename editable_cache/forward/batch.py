@@ -29,6 +29,7 @@ def stack(into: LedgeredCache, caches: Sequence[LedgeredCache]) -> None:
         cache.require_idle("stack")
         cache.adopt()
         cache.require_editable("stack")
+        cache.require_same_weights("stack")
         if not len(cache.ledger):
             raise SpanError("stack: expected caches with at least one token each, got an empty one.")
     waiting = {0 if cache.unfed is None else cache.unfed.shape[1] for cache in caches}
@@ -38,6 +39,12 @@ def stack(into: LedgeredCache, caches: Sequence[LedgeredCache]) -> None:
             "append('') on those that do, which feeds it."
         )
     into.unfed = torch.cat([cache.unfed for cache in caches if cache.unfed is not None]) if max(waiting) else None
+    gaps = {cache.ledger.open_gap for cache in caches}
+    if len(gaps) > 1:
+        raise SpanError(
+            f"stack: expected the same gap left open at the end of every cache, got {sorted(gaps)} positions."
+        )
+    into.computed_by = caches[0].computed_by
     longest = max(len(cache.ledger) for cache in caches)
     for layer_idx, layer in enumerate(into.editable_layers):
         layers = [cache.editable_layers[layer_idx] for cache in caches]
@@ -69,6 +76,7 @@ def stack(into: LedgeredCache, caches: Sequence[LedgeredCache]) -> None:
         segments=segments,
         stale=tuple(dict.fromkeys(stale)),
         chunks=tuple(chunks),
+        open_gap=gaps.pop(),
     )
 
 
@@ -77,6 +85,7 @@ def take_row(into: LedgeredCache, cache: LedgeredCache, row: int) -> None:
     """Fill the empty cache ``into`` with one row of ``cache``, without its padding."""
     ledger = cache.ledger.rows(torch.tensor([row]))
     into.unfed = None if cache.unfed is None else cache.unfed[row : row + 1]
+    into.computed_by = cache.computed_by
     kept = ledger.valid[0].nonzero()[:, 0]
     for mine, theirs in zip(into.editable_layers, cache.editable_layers, strict=True):
         _copy_slots(mine, theirs, row, kept)
@@ -93,6 +102,7 @@ def take_row(into: LedgeredCache, cache: LedgeredCache, row: int) -> None:
         segments=(segment,),
         stale=tuple(s for s in stale if s.start < s.stop),
         chunks=ledger.chunks,
+        open_gap=ledger.open_gap,
     )
 
 

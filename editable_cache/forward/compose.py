@@ -53,7 +53,8 @@ def splice(
         if position is not None and at not in (None, length):
             raise SpanError("splice: position= places a chunk behind the last slot; expected it without at=.")
         slot = length if at is None else at
-        segment = Segment(new_name(cache.ledger, name or chunk.name, "spliced"), 0, 0, "spliced")
+        label = new_name(cache.ledger, name or chunk.name, "spliced")
+        segment = Segment(label, 0, 0, "spliced", note=str(chunk.provenance))
         seam = min(seam_tokens, len(chunk))
         if not len(chunk):
             tally.notes.append("empty chunk: nothing to splice")
@@ -68,6 +69,7 @@ def splice(
                 extend_with_chunk(cache, spec, chunk, seam, positions[:, seam:], segment)
         else:
             _warn_about_bos(tokenizer, chunk, slot)
+            _warn_about_pushed_bos(tokenizer, cache.ledger, slot)
             run.spec_for_masks(model, "splice in the middle")
             insert_piece(cache, tally, slot, Placed(Paste(chunk), segment), f"insertion of {segment.name!r}")
             run.recompute_slots(cache, torch.arange(slot, slot + seam))
@@ -97,6 +99,7 @@ def insert(cache: LedgeredCache, tokenizer: Any, content: TextOrIds, at: int, *,
                 tally.computed += run.feed_unfed(cache)
                 run.extend(cache, ids[None].expand(cache.ledger.batch, -1), segment)
             else:
+                _warn_about_pushed_bos(tokenizer, cache.ledger, at)
                 run.spec_for_masks(model, "insert")
                 insert_piece(cache, tally, at, Placed(Blank(ids[None]), segment), f"insertion of {segment.name!r}")
                 run.recompute_slots(cache, torch.arange(at, at + len(ids)))
@@ -124,6 +127,7 @@ def remove_span(cache: LedgeredCache, tally: Tally, start: int, stop: int, *, cl
     """Forget slots, inside an operation that is already running."""
     ledger, length = cache.ledger, len(cache.ledger)
     names = [s.name for s in ledger.segments if s.start < stop and start < s.stop]
+    tally.removed += stop - start
     pieces = [Placed(Keep(*span)) for span in ((0, start), (stop, length)) if span[0] < span[1]]
     later = ledger.positions[:, stop:]
     if close_gap and stop < length:
@@ -132,6 +136,7 @@ def remove_span(cache: LedgeredCache, tally: Tally, start: int, stop: int, *, cl
         tally.moved += length - stop
     positions = torch.cat((ledger.positions[:, :start], later), dim=1)
     if stop == length:
+        cache.unfed = None  # it came behind what goes
         fields = arranged_fields(ledger.fields, [Keep(0, start)])
         for layer in cache.editable_layers:
             layer.truncate(start)
@@ -154,6 +159,9 @@ def reposition(cache: LedgeredCache, where: Where, *, to: int | None = None, pos
     """Move a span to another slot, or to other positions; see ``EditableCache.reposition``."""
     with operating(cache, "reposition") as tally:
         start, stop = resolve(cache.ledger, where, "reposition")
+        if to is not None and stop == len(cache.ledger):
+            fed = run.feed_unfed(cache)  # it goes along with what it belongs to
+            tally.computed, stop = tally.computed + fed, stop + fed
         if (to is None) == (position is None):
             raise SpanError(
                 "reposition: expected either to= (a slot) or position= (of the first token), got both or none."
@@ -174,6 +182,7 @@ def extract(cache: LedgeredCache, tokenizer: Any, where: Where, *, name: str | N
     cache.require_idle("extract")
     cache.adopt()
     cache.require_editable("extract")
+    cache.require_same_weights("extract")
     ledger = cache.ledger
     start, stop = resolve(ledger, where, "extract")
     if ledger.batch != 1:
@@ -189,10 +198,12 @@ def extract(cache: LedgeredCache, tokenizer: Any, where: Where, *, name: str | N
     whole = _isolated_prefix(ledger, start, stop)
     if whole is not None:  # a piece of one isolated chunk has seen what that chunk had seen, and nothing else
         seen, causes, isolated = whole, (), False
+    gaps = not torch.equal(ledger.positions[0, :stop], torch.arange(stop)) and whole is None and bool(seen)
     note = "; ".join(
         [
             *(f"stale: {cause}" for cause in causes),
             *(["holds cells of an isolated chunk"] if isolated else []),
+            *(["computed at positions with gaps or out of order"] if gaps else []),
         ]
     )
     return KVChunk(
@@ -326,6 +337,18 @@ def _warn_about_bos(tokenizer: Any, chunk: KVChunk, slot: int) -> None:
             f"{chunk!r} begins with the tokenizer's BOS token and goes to slot {slot}: a second BOS in the middle of "
             "a context shifts how models read it. Precompile the text without it, or splice chunk.slice(1, "
             "len(chunk)).",
+            ContextWarning,
+            stacklevel=4,
+        )
+
+
+def _warn_about_pushed_bos(tokenizer: Any, ledger: Ledger, slot: int) -> None:
+    if tokenizer is None or slot or not adds_bos(tokenizer):
+        return
+    if bool((ledger.ids[:, 0] == tokenizer.bos_token_id).any()):
+        warnings.warn(
+            "What is put in front pushes the context's BOS token into the middle, where models read it badly: insert "
+            "behind it, at slot 1.",
             ContextWarning,
             stacklevel=4,
         )

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from editable_cache.adapters import weights_state
 from editable_cache.cache import LedgeredCache
 from editable_cache.errors import FieldError
 from editable_cache.forward import run
@@ -43,7 +44,9 @@ def edit(
         raise FieldError(f"edit: template= and role= belong to an erratum; expected none with method={method!r}.")
     with operating(cache, f"edit[{method}]") as tally:
         field = cache.ledger.field(name)
-        if field.current == value and field.value == value:
+        if method != "in_place":
+            tally.computed += run.feed_unfed(cache)
+        if field.current == field.value == value and method in ("field+erratum", "erratum", "in_place"):
             tally.notes.append(f"{name} reads {value!r} already")
             tally.segment = field.segment
         elif method == "erratum":
@@ -62,9 +65,13 @@ def edit(
 
 def recompute(cache: LedgeredCache, cells: Cells) -> Outcome:
     """Recompute chosen cells; see ``EditableCache.recompute``."""
-    with operating(cache, "recompute") as tally:
-        chosen = choose(cache.ledger, len(cache.layers), cells, "recompute")
+    cache.adopt()
+    chosen = choose(cache.ledger, len(cache.layers), cells, "recompute")
+    everything = chosen.rows is None and len(chosen.slots) == len(cache.ledger)
+    with operating(cache, "recompute", renews_all=everything) as tally:
         tally.computed += run.recompute_slots(cache, chosen.slots, chosen.rows)
+    if everything and cache.model is not None:
+        cache.computed_by = weights_state(cache.model)
     return tally.done()
 
 

@@ -60,7 +60,9 @@ def consolidate(cache: LedgeredCache, tokenizer: Any) -> Outcome:
     """Fold errata into the text; see ``EditableCache.consolidate``."""
     with operating(cache, "consolidate") as tally:
         corrected = [field for field in cache.ledger.fields if field.errata]
-        if not corrected:
+        if corrected:
+            tally.computed += run.feed_unfed(cache)
+        else:
             tally.notes.append("no errata: nothing to fold")
         first = len(cache.ledger)
         for field in corrected:

@@ -20,6 +20,7 @@ class Outcome:
         tokens_computed: tokens that ran through the model.
         tokens_moved: tokens whose keys were rotated to another position.
         tokens_pasted: tokens copied from a chunk.
+        tokens_removed: tokens that were forgotten.
         seconds: wall time.
         stale: every span of the cache that is stale now, with its cause.
         notes: what else to know, for people.
@@ -30,16 +31,18 @@ class Outcome:
     tokens_computed: int = 0
     tokens_moved: int = 0
     tokens_pasted: int = 0
+    tokens_removed: int = 0
     seconds: float = 0.0
     stale: tuple[Stale, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        counts = [
+        counts = (
             (self.tokens_computed, "computed"),
             (self.tokens_moved, "moved"),
             (self.tokens_pasted, "pasted"),
-        ]
+            (self.tokens_removed, "removed"),
+        )
         done = ", ".join(f"{count} {what}" for count, what in counts if count) or "nothing to do"
         stale = f"; {sum(s.stop - s.start for s in self.stale)} cells stale" if self.stale else ""
         return f"{self.operation}: {done} in {self.seconds * 1e3:.1f} ms{stale}"
@@ -53,6 +56,7 @@ class Tally:
     computed: int = 0
     moved: int = 0
     pasted: int = 0
+    removed: int = 0
     notes: list[str] = field(default_factory=list)
     outcome: Outcome | None = None
 
@@ -63,10 +67,16 @@ class Tally:
 
 
 @contextmanager
-def operating(cache: LedgeredCache, name: str) -> Iterator[Tally]:
-    """Run an operation whole or not at all, and measure it."""
+def operating(cache: LedgeredCache, name: str, *, renews_all: bool = False) -> Iterator[Tally]:
+    """Run an operation whole or not at all, and measure it.
+
+    Args:
+        renews_all: every cell is computed again, so that it does not matter which weights computed the old ones.
+    """
     tally, started = Tally(), time.perf_counter()
     with cache.operation(name):
+        if not renews_all:
+            cache.require_same_weights(name)
         yield tally
         segments = {segment.name: segment for segment in cache.ledger.segments}
         tally.outcome = Outcome(
@@ -75,6 +85,7 @@ def operating(cache: LedgeredCache, name: str) -> Iterator[Tally]:
             tally.computed,
             tally.moved,
             tally.pasted,
+            tally.removed,
             time.perf_counter() - started,
             cache.ledger.stale,
             tuple(tally.notes),

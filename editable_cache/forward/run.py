@@ -93,7 +93,7 @@ def feed_unfed(cache: LedgeredCache) -> int:
     unfed, cache.unfed = cache.unfed, None
     if unfed is None:
         return 0
-    extend(cache, unfed, Segment("", 0, 0, "generated"))
+    extend(cache, unfed, Segment("", 0, 0, "generated", grows=True))
     return int(unfed.shape[1])
 
 

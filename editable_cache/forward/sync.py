@@ -21,6 +21,9 @@ from editable_cache.forward.text import TextOrIds, encode
 MATCH_TOKENS = 8
 """Shortest run of equal tokens that an approximate plan moves instead of recomputing."""
 
+MOST_PLACES = 16
+"""How many occurrences of the same tokens an approximate plan compares."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -114,7 +117,10 @@ def approximate_plan(ledger: Ledger, ids: Tensor) -> Plan:
     start = at = common
     while at < len(new):
         best = max(
-            ((_match(old, new, used, slot, at), -slot) for slot in places.get(tuple(new[at : at + MATCH_TOKENS]), ())),
+            (
+                (_match(old, new, used, slot, at), -slot)
+                for slot in places.get(tuple(new[at : at + MATCH_TOKENS]), [])[:MOST_PLACES]
+            ),
             default=(0, 0),
         )
         count, slot = best[0], -best[1]

@@ -56,8 +56,8 @@ class Verification:
         return (
             f"{'ok' if self.ok else 'WRONG'}: live cells {self.live_error:.1e}, isolated cells "
             f"{self.isolated_error:.1e}, logits {self.logits_error:.1e} (tolerance {self.tolerance:.0e}); "
-            f"{self.stale_tokens} stale tokens; to a plain prefill: cosine {self.full_cosine:.4f}, KL "
-            f"{self.full_kl:.1e}, top token {'same' if self.full_agrees else 'differs'}"
+            f"{self.stale_tokens} stale tokens without an oracle; to a plain prefill: cosine {self.full_cosine:.4f}, "
+            f"KL {self.full_kl:.1e}, top token {'same' if self.full_agrees else 'differs'}"
         )
 
 

@@ -30,6 +30,7 @@ def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
             "save_pretrained: expected a cache with a model, got none: nobody could tell whose cells these are."
         )
     cache.require_editable("save_pretrained")
+    cache.require_same_weights("save_pretrained")
     # cloned: positions and sources may be one tensor, which safetensors refuses
     tensors = {f"ledger.{name}": getattr(cache.ledger, name).clone() for name in TENSORS}
     for layer_idx, layer in enumerate(cache.editable_layers):
@@ -108,6 +109,7 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
             layer.pristine = {key[len(prefix) :]: t.clone() for key, t in tensors.items() if key.startswith(prefix)}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ArtifactError(f"{folder}: the manifest does not fit the format: {error!r}.") from error
+    cache.require_same_weights("from_pretrained")
     cache.ledger, cache.unfed = ledger, unfed
 
 

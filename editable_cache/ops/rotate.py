@@ -1,9 +1,9 @@
 """Move stored keys to other positions (also called re-rotation).
 
-A model writes ``R(position * inv_freq) k`` with the angle rounded to float32. Rotating by ``inv_freq * delta`` therefore
-misses what the model itself would write, by 1e-3 to 2e-2 at 120,000 positions. Here the model's own two float32 angles
-are formed, and the key is turned by their difference, with cos and sin in float64: the error stays near 1e-7 at every
-distance.
+A model writes ``R(position * inv_freq) k`` with the angle rounded to float32. Rotating by ``inv_freq * delta``
+therefore misses what the model itself would write, by 1e-3 to 2e-2 at 120,000 positions. Here the model's own two
+float32 angles are formed, and the key is turned by their difference, with cos and sin in float64: the error stays near
+1e-7 at every distance.
 """
 
 from __future__ import annotations

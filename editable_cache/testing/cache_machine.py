@@ -189,7 +189,9 @@ class CacheMachine(MachineSupport):
         field = self.cache.field(name)
 
         def expected() -> None:
-            if field.current == value and field.value == value:
+            if method != "in_place":
+                self.perfect.append([])
+            if field.current == field.value == value and method in ("field+erratum", "erratum", "in_place"):
                 return
             if method in ("suffix", "selective", "hoist", "full"):
                 self.take_errata(name)
@@ -210,6 +212,8 @@ class CacheMachine(MachineSupport):
         corrected = [field for field in self.cache.fields if field.errata]
 
         def expected() -> None:
+            if corrected:
+                self.perfect.append([])
             for field in corrected:
                 self.take_errata(field.name)
                 self.refresh(field.name, field.current)

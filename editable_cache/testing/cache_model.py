@@ -95,6 +95,7 @@ class CacheModel:
         after = max(self.positions) + 1 + self.open_gap
         self.tokens[start:] = later
         if not later:
+            self.unfed = []
             self.open_gap = 0 if close_gap else after - max(self.positions, default=-1) - 1
 
     def crop(self, count: int) -> None:
@@ -106,6 +107,9 @@ class CacheModel:
 
     def move(self, start: int, stop: int, to: int) -> None:
         """Put a span elsewhere in the order; the positions in between are dealt out anew, ascending."""
+        if stop == len(self):  # what moves away from the end takes the token along that follows it
+            self.append([])
+            stop = len(self)
         if not 0 <= to <= len(self) - (stop - start):
             raise RefusedError("no such place")
         if to == start:

@@ -138,7 +138,7 @@ def test_b26_a_chunk_remembers_what_it_had_seen() -> None:
         other = make_cache()
         other.append(some_ids(9, seed=5)[0])
         note = other.splice(piece, seam_tokens=0, name="b").segment.note
-        assert piece.digest in note
+        assert note == ("extracted behind 6 tokens" if piece is cut else "precompiled alone")
         assert other.verify().ok
     assert alone.slice(2, 5).provenance.prefix_ids == tuple(alone.token_ids[:2].tolist())
 

@@ -195,7 +195,7 @@ def test_control_wrong_facts_are_seen(
 ) -> None:
     model = shared_model(family)
     right = compose.model_spec(model)
-    monkeypatch.setattr(compose, "model_spec", lambda _: wrong(right))
+    monkeypatch.setattr(compose, "model_spec", lambda *_, **__: wrong(right))
     cache = EditableCache(model)
     cache.append(PREFIX)
     cache.splice(chunk_of(model), seam_tokens=0)
