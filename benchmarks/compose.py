@@ -40,7 +40,7 @@ def main() -> None:
     model, tokenizer = load_smollm2()
     result: dict[str, Any] = {"model": "SmolLM2-135M-Instruct, float32"}
     for length in (256,) if quick else (2048, 6144):
-        rounds = 3 if quick else (9 if length < 4096 else 3)
+        rounds = 3 if quick else (7 if length < 4096 else 3)
         result[f"skill_{length}"] = first_token(model, tokenizer, length, rounds)
     result["decode"] = decode(model, tokenizer, 256 if quick else 4096, 4 if quick else 24)
     result["fork"] = fork(model, tokenizer, (64, 256) if quick else (256, 4096))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import warnings
 from typing import Any
 
 import demo_scene
@@ -32,8 +31,6 @@ console = Console(width=None if Console().is_terminal else 100)
 def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
-    # transformers 5.24 calls the argument `cache`; the old name works in every version that the library supports.
-    warnings.filterwarnings("ignore", message=".*past_key_values.*", category=FutureWarning)
     console.rule("1. A model and a policy")
     with console.status("loading the model (the first time it is downloaded and converted: a minute or two)"):
         scene = demo_scene.load(options.model, quick=options.quick)

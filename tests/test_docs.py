@@ -22,9 +22,6 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.S | re.M)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
-# transformers 5.24 has begun to call this argument `cache`; the old name works in every supported version.
-pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
-
 
 def blocks(page: Path) -> list[str]:
     """Python blocks of a page that run, each moved down to its line in the page so that errors point at it."""

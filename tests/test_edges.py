@@ -136,3 +136,11 @@ def test_an_approximate_sync_that_keeps_what_follows_a_change_is_not_exact(chang
     assert found.stale_tokens == 29 - changed
     cache.recompute((changed, 30))
     assert cache.verify().full_cosine > 0.99999
+
+
+def test_a_refused_prompt_leaves_nothing_attached():
+    cache = EditableCache(tiny_model("llama"))
+    cache.append(list(range(12)))
+    with pytest.raises(LedgerError):
+        cache.model.generate(torch.arange(20, 40)[None], max_new_tokens=1, **{host.cache_argument(cache.model): cache})
+    assert all(layer.undo is None for layer in cache.editable_layers)

@@ -248,15 +248,17 @@ class LedgeredCache(DynamicCache):
         if self._is_moving:
             self.require_idle(operation)
 
-    def require_same_weights(self, operation: str) -> None:
+    def require_same_weights(self, operation: str, state: WeightsState | None = None) -> None:
         """Refuse ``operation`` if the model's weights or adapters changed since the cells were computed.
+
+        ``state`` is the model's ``weights_state`` where the caller has it already.
 
         Raises:
             CompatibilityError: with the next move.
         """
         if self.model is None:
             return
-        state = weights_state(self.model)
+        state = weights_state(self.model) if state is None else state
         if not len(self.ledger) or self.computed_by is None:
             self.computed_by = state
         elif not same_weights(self.model, self.computed_by, state):

@@ -69,11 +69,12 @@ class Passage:
             LedgerError: if the prompt is not a continuation of the cache.
         """
         self._prompt, self._again = None, None
-        ledger, unfed = cache.ledger, cache.unfed
-        undo = Undo([] if cache.has_foreign_layers else cache.editable_layers)
+        ledger, unfed, prompt = cache.ledger, cache.unfed, None
         if isinstance(ids, Tensor) and len(cache.ledger):
             entry.check_batch(cache.ledger, ids.shape[0])
             prompt = entry.check_prompt(cache.ledger, ids, mask if isinstance(mask, Tensor) else None)
+        undo = Undo([] if cache.has_foreign_layers else cache.editable_layers)
+        if prompt is not None:
             if prompt.keep < min(len(cache.ledger), ids.shape[1]):
                 self._again = cache.ledger.truncated(ids.shape[1])
             cache.crop(prompt.keep - len(cache.ledger))
@@ -108,12 +109,12 @@ class Passage:
         cache.adopt()
         given = arguments.get("input_ids")
         given = given if given is not None else arguments.get("inputs_embeds")
+        if not len(cache.ledger) and not generating:
+            cache.require_same_weights("forward")
         # within generate, the whole of it is taken back
         alone = not generating or cache.has_foreign_layers
         undo, ledger = Undo(cache.editable_layers if alone else []), cache.ledger
         first = generating and not self._steps
-        if not len(cache.ledger) and not generating:
-            cache.require_same_weights("forward")
         try:
             if given is not None:
                 repeats = entry.check_batch(cache.ledger, given.shape[0])

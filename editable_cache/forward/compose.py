@@ -41,7 +41,7 @@ def splice(
     state = weights_state(model)
     require_compatible(identify(model, tokenizer, state=state), chunk, "splice")
     spec = model_spec(model, state=state)
-    with operating(cache, "splice") as tally:
+    with operating(cache, "splice", state=state) as tally:
         if at in (None, len(cache.ledger)):
             tally.computed += run.feed_unfed(cache)
             at = None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from editable_cache.adapters import WeightsState
 from editable_cache.cache import LedgeredCache, Segment, Stale
 
 
@@ -67,16 +68,19 @@ class Tally:
 
 
 @contextmanager
-def operating(cache: LedgeredCache, name: str, *, renews_all: bool = False) -> Iterator[Tally]:
+def operating(
+    cache: LedgeredCache, name: str, *, renews_all: bool = False, state: WeightsState | None = None
+) -> Iterator[Tally]:
     """Run an operation whole or not at all, and measure it.
 
     Args:
         renews_all: every cell is computed again, so that it does not matter which weights computed the old ones.
+        state: the model's ``weights_state`` where the caller has it already.
     """
     tally, started = Tally(), time.perf_counter()
     with cache.operation(name):
         if not renews_all:
-            cache.require_same_weights(name)
+            cache.require_same_weights(name, state)
         yield tally
         segments = {segment.name: segment for segment in cache.ledger.segments}
         tally.outcome = Outcome(
