@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 
 class Paired(NamedTuple):
@@ -28,12 +27,13 @@ def plain_prefill(model: Any, ids: Tensor) -> Tensor:
 
 def first_token(model: Any, inputs: dict[str, Tensor], cache: Any) -> Tensor:
     """The next token by ``generate``."""
-    return model.generate(**inputs, past_key_values=cache, max_new_tokens=1, do_sample=False)[0, -1]
+    given = {} if cache is None else {"past_key_values": cache}
+    return model.generate(**inputs, **given, max_new_tokens=1, do_sample=False)[0, -1]
 
 
 def full_prefill_first_token(model: Any, ids: Tensor) -> Tensor:
     """The next token with a fresh ``DynamicCache`` that has to compute everything."""
-    return first_token(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, DynamicCache())
+    return first_token(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, None)
 
 
 def cosine(one: Tensor, other: Tensor) -> float:

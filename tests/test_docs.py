@@ -57,8 +57,8 @@ def test_readme_runs_on_a_real_model(
     assert "ok: live cells" in printed
 
 
-def test_the_readme_has_an_example() -> None:
-    assert len(blocks(ROOT / "README.md")) == 1
+def test_the_readme_has_its_examples() -> None:
+    assert len(blocks(ROOT / "README.md")) == 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
