@@ -83,10 +83,10 @@ class _FirstElements(NamedTuple):
     views: tuple[tuple[tuple[Tensor, ...], ...], ...]  # of parameters and buffers, by dtype and device; 0-dimensional
 
 
-_first_elements: weakref.WeakKeyDictionary[nn.Module, _FirstElements] = weakref.WeakKeyDictionary()
 STATES = 8
 """How many earlier states of a model are remembered with what they held."""
 
+_first_elements: weakref.WeakKeyDictionary[nn.Module, _FirstElements] = weakref.WeakKeyDictionary()
 _contents: weakref.WeakKeyDictionary[nn.Module, dict[WeightsState, tuple[str, str]]] = weakref.WeakKeyDictionary()
 _identities: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 _tokenizers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()

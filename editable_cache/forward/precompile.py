@@ -22,7 +22,7 @@ def precompile(
     name: str | None = None,
     prefix: TextOrIds | None = None,
 ) -> KVChunk:
-    """Compute the cells of a text by itself, from position 0 on.
+    """Compute the cells of a text by itself.
 
     Args:
         model: in evaluation mode; not changed.
@@ -34,7 +34,8 @@ def precompile(
             chunk compiled without it takes its own first tokens for it. Pass ``""`` to compile alone.
 
     Returns:
-        A chunk whose positions start at 0, in the model's dtype. Its tensors are detached and shared with nobody.
+        A chunk in the model's dtype whose positions start behind those of ``prefix``, which start at 0. Its tensors
+        are ``[1, num_key_value_heads, num_tokens, head_dim]``, detached, and shared with nobody.
 
     Raises:
         UnsupportedModelError: if the self-test cannot prove how the model's cells move.
