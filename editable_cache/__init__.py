@@ -1,7 +1,7 @@
 """`editable_cache`: a transformers KV cache that a program can edit and compose instead of recomputing."""
 
 from editable_cache.cache import Field, Segment, Stale
-from editable_cache.chunk import KVChunk
+from editable_cache.chunk import ImageSpan, KVChunk
 from editable_cache.editable import EditableCache
 from editable_cache.errors import (
     ArtifactError,
@@ -22,6 +22,7 @@ from editable_cache.forward.text import boundary_ok
 from editable_cache.forward.verify import Verification
 from editable_cache.report import CacheReport
 from editable_cache.skill import Skill
+from editable_cache.vision import VisionChunk
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "EditableCacheError",
     "Field",
     "FieldError",
+    "ImageSpan",
     "KVChunk",
     "LedgerError",
     "Outcome",
@@ -47,5 +49,6 @@ __all__ = [
     "TokenBoundaryWarning",
     "UnsupportedModelError",
     "Verification",
+    "VisionChunk",
     "boundary_ok",
 ]

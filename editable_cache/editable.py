@@ -8,21 +8,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from editable_cache.cache import Field, LedgeredCache, Segment
+from editable_cache.cache import LedgeredCache
 from editable_cache.chunk import KVChunk
 from editable_cache.errors import SpanError
-from editable_cache.forward import append, batch, compose, edit, fields, prompt, run, sync, verify
+from editable_cache.forward import adopt, append, batch, compose, edit, extract, fields, sync
 from editable_cache.forward.edit import Method
 from editable_cache.forward.outcome import Outcome
 from editable_cache.forward.spans import Cells, Where
 from editable_cache.forward.sync import Plan
 from editable_cache.forward.text import TextOrIds
-from editable_cache.forward.verify import Verification
+from editable_cache.holding import HoldingCache
 from editable_cache.hub.cache_store import load_cache, save_cache
-from editable_cache.report import CacheReport
 
 
-class EditableCache(LedgeredCache):
+class EditableCache(HoldingCache):
     """A transformers ``Cache`` whose contents a program can edit and compose instead of recomputing.
 
     It is a ``DynamicCache`` for everybody else: ``model(..., past_key_values=cache)`` and ``model.generate(...,
@@ -45,95 +44,36 @@ class EditableCache(LedgeredCache):
         SpanError, FieldError, LedgerError, CompatibilityError, UnsupportedModelError: as each method says.
     """
 
-    def __init__(self, model: nn.Module | None = None, *, config: Any = None, tokenizer: Any = None) -> None:
-        super().__init__(model, config=config)
-        self.tokenizer = tokenizer
-
-    # -- what it holds
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """Named spans of slots, ascending, covering everything."""
-        self.adopt()
-        return self.ledger.segments
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """Tracked fields, in order of definition."""
-        return self.ledger.fields
-
-    @property
-    def token_ids(self) -> Tensor:
-        """int64 ``[batch, seq_len]``; -1 where a token reached the cache unseen.
-
-        After ``generate`` these are the returned sequence without its last token, which no forward has seen yet. It
-        is remembered, and fed first with whatever is put behind the cache next (``append``, ``inputs``, ...).
-        """
-        self.adopt()
-        return self.ledger.ids
-
-    @property
-    def positions(self) -> Tensor:
-        """int64 ``[batch, seq_len]``: what the rotary embedding saw. Not the same as the slot once something was
-        removed.
-        """
-        self.adopt()
-        return self.ledger.positions
-
-    def segment(self, name: str) -> Segment:
-        """The segment called ``name`` as it stands now. ``segment.slots(a, b)`` turns local tokens into slots."""
-        self.adopt()
-        return self.ledger.segment(name)
-
-    def field(self, name: str) -> Field:
-        """The field called ``name`` as it stands now."""
-        return self.ledger.field(name)
-
-    def report(self) -> CacheReport:
-        """Segments, positions, freshness, bytes, fields and what each operation cost: prints as a rich table, shows
-        as HTML in a notebook.
-        """
-        self.adopt()
-        return CacheReport.of(self)
-
-    def verify(self, tolerance: float | None = None) -> Verification:
-        """Rebuild the oracles from the ledger, compare every cell, and say how far a plain prefill would be.
-
-        Costs about two prefills of everything in the cache; changes nothing.
+    @classmethod
+    def from_cache(
+        cls,
+        model: nn.Module,
+        cache: Any,
+        ids: Tensor | Sequence[int],
+        *,
+        tokenizer: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> EditableCache:
+        """Take over a filled cache of transformers: dynamic, static, offloaded or quantized.
 
         Args:
-            tolerance: largest relative error that counts as equal; 1e-4 in float32 and 5e-2 in 16 bits by default.
+            cache: filled by ``model``; not changed, and nothing is shared with it.
+            ids: int64 ``[batch, seq_len]`` or ``[seq_len]``, what it holds. The model computes the first of them again
+                to check that they are.
+            attention_mask: ``[batch, seq_len]``, where the rows were padded.
+            position_ids: ``[batch, seq_len]``, where they were not 0 to ``seq_len - 1``.
 
         Raises:
-            LedgerError: if some ids are unknown.
+            UnsupportedModelError: for layers that can't be taken over: sliding ones that dropped tokens, states.
+            LedgerError: if ids, mask, positions and layers disagree.
+
+        Warns:
+            ContextWarning: for a quantized cache: its cells are read back with their rounding, and are stale.
         """
-        return verify.verify(self, tolerance)
-
-    # -- generate
-
-    def inputs(self, content: TextOrIds | Sequence[str] = "") -> dict[str, Tensor]:
-        """What ``model.generate`` and ``model(...)`` need to go on from here: everything held, then ``content``.
-
-        Args:
-            content: text, ids ``[n]``, or one text for each row (padded on the left, behind the cache).
-
-        Returns:
-            ``input_ids`` and ``attention_mask``, int64 ``[batch, seq_len + num_new]`` on the model's device. With
-            nothing new, the last token runs again to give the next one's logits.
-
-        Raises:
-            LedgerError: if some ids are unknown, or if cache and content are both empty.
-        """
-        return prompt.inputs(self, self.tokenizer, content)
-
-    def next_token_logits(self) -> Tensor:
-        """Logits after the last token of ``token_ids``, ``[batch, vocab]``. It runs again; nothing is written.
-
-        Works where everything came from chunks and no token was ever live (a cache that covers the whole prompt).
-        """
-        self.require_idle("next_token_logits")
-        self.adopt()
-        return run.next_token_logits(self)
+        adopted = cls(model, tokenizer=tokenizer)
+        adopt.adopt(adopted, cache, ids, attention_mask=attention_mask, position_ids=position_ids)
+        return adopted
 
     # -- compose
 
@@ -242,7 +182,7 @@ class EditableCache(LedgeredCache):
             SpanError: for a span out of range or a cache of several rows.
             LedgerError: if ids in the span are unknown.
         """
-        return compose.extract(self, self.tokenizer, where, name=name)
+        return extract.extract(self, self.tokenizer, where, name=name)
 
     @classmethod
     def stack(cls, caches: Sequence[EditableCache]) -> EditableCache:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class Skill(KVChunk):
         *,
         name: str,
         prefix: TextOrIds | None = None,
+        head_tokens: int | None = None,
+        tail_tokens: int | None = None,
     ) -> Skill:
         """Compute the cells of a text by itself.
 
@@ -46,12 +48,23 @@ class Skill(KVChunk):
             prefix: what the chunk sees before it while it is compiled; its own cells are dropped. By default the BOS
                 token where the tokenizer puts one in front of every text, because attention leans on it; ``""``
                 compiles alone.
+            head_tokens, tail_tokens: for models with recurrent layers, how many tokens at the start (by default as many
+                as their convolutions look back) and at the end (4 by default) run live when the skill is spliced; the
+                tokens between are composed at a cost that does not depend on their number.
 
         Raises:
             UnsupportedModelError: if the self-test can't prove how the model's cells move.
             SpanError: if the text does not fit the model's positions.
         """
-        chunk = precompile(model, tokenizer, content, name=name, prefix=prefix)
+        chunk = precompile(
+            model,
+            tokenizer,
+            content,
+            name=name,
+            prefix=prefix,
+            head_tokens=head_tokens,
+            tail_tokens=tail_tokens,
+        )
         return cls._of(chunk, content if isinstance(content, str) else None)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -84,12 +97,4 @@ class Skill(KVChunk):
     def _of(cls, chunk: KVChunk, text: str | None) -> Skill:
         if not chunk.name:
             raise CompatibilityError(f"A skill needs a name, got {chunk.name!r}; a chunk without one is a KVChunk.")
-        return cls(
-            layers=chunk.layers,
-            token_ids=chunk.token_ids,
-            position_ids=chunk.position_ids,
-            model=chunk.model,
-            provenance=chunk.provenance,
-            name=chunk.name,
-            text=text,
-        )
+        return cls(**{field.name: getattr(chunk, field.name) for field in fields(KVChunk)}, text=text)

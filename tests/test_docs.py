@@ -2,8 +2,9 @@
 
 The blocks of one page run one after the other with the same names, in an empty folder. Before the first one stands a
 preamble: ``model`` and ``tokenizer`` are a tiny Llama with random weights and its tokenizer, and ``from_pretrained`` of
-transformers' Auto classes gives the same two, whatever name it is asked for, so that nothing is downloaded. A block
-that must not run has the line ``<!-- not run: reason -->`` in front of it. The README runs on SmolLM2 too (slow).
+transformers' Auto classes gives the same two, or a tiny Qwen2.5-VL and a stand-in for its processor, whatever name is
+asked for, so that nothing is downloaded; ``photo`` is what that processor takes as an image. A block that must not run
+has the line ``<!-- not run: reason -->`` in front of it. The README runs on SmolLM2 too (slow).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from vision_support import FAMILIES, READING, StandIn, pixels, vision_model
 
 from editable_cache.testing.tiny_models import tiny_model, tiny_tokenizer
 
@@ -37,7 +39,11 @@ def run(page: Path, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.chdir(folder)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
-    names = {"__name__": page.stem, "model": model, "tokenizer": tokenizer}
+    monkeypatch.setitem(FAMILIES, "reading", READING)
+    processor = StandIn("reading", "<user>{}</user>", tokenizer)
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", lambda *_, **__: vision_model("reading"))
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda *_, **__: processor)
+    names = {"__name__": page.stem, "model": model, "tokenizer": tokenizer, "photo": pixels("reading")}
     for code in blocks(page):
         exec(compile(code, page.name, "exec"), names)
 

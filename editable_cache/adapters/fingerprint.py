@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from editable_cache.adapters import host
+from editable_cache.adapters.weights import contents, form, plain, stored
+from editable_cache.adapters.wrappers import inner_model, tuner_layers
+from editable_cache.errors import UnsupportedModelError
 from editable_cache.ops import checksum
 from editable_cache.spec import ModelIdentity
 
@@ -65,7 +68,9 @@ class _Known(NamedTuple):
 
 
 class WeightsState(NamedTuple):
-    """Cheap token of a model's state: addresses, versions and first elements of its tensors, and its adapters."""
+    """Cheap token of a model's state: addresses, versions and first elements of its tensors, files and objects that
+    hold weights, and its adapters.
+    """
 
     parameters: tuple[Any, ...]
     buffers: tuple[Any, ...]
@@ -97,6 +102,7 @@ def identify(model: nn.Module, tokenizer: Any = None, *, state: WeightsState | N
 
     ``state`` is the model's ``weights_state`` where the caller has it already.
     """
+    model = inner_model(model)
     everything = (weights_state(model) if state is None else state), _config_digest(model)
     known = _identities.get(model)
     if known is None or known.state != everything:
@@ -110,37 +116,69 @@ def identify(model: nn.Module, tokenizer: Any = None, *, state: WeightsState | N
 
 def weights_state(model: nn.Module) -> WeightsState:
     """Cheap token that changes when a parameter or buffer is written or replaced, or adapters switch."""
-    parameters = [tensor for module in model.modules() for tensor in module._parameters.values()]
-    buffers = [tensor for module in model.modules() for tensor in module._buffers.values()]
-    held = [[t for t in tensors if t is not None and not t.is_meta and t.numel()] for tensors in (parameters, buffers)]
-    addresses = tuple(tensor.data_ptr() for tensors in held for tensor in tensors)
+    model = inner_model(model)
+    parameters, buffers, marks = stored(model)
+    addresses = tuple(tensor.data_ptr() for tensors in (parameters, buffers) for tensor in tensors)
     known = _first_elements.get(model)
     if known is None or known.addresses != addresses:
-        views = tuple(_scalars(tensors) for tensors in held)
+        views = tuple(_scalars(tensors) for tensors in (parameters, buffers))
         _first_elements[model] = known = _FirstElements(addresses, views)
-    marks = [
+    tokens = [
         (
-            tuple((tensor.data_ptr(), tensor._version) for tensor in tensors),
+            tuple((tensor.data_ptr(), _version(tensor)) for tensor in tensors),
             tuple(tuple(torch.stack(group).tolist()) for group in groups),
         )
-        for tensors, groups in zip(held, known.views, strict=True)
+        for tensors, groups in zip((parameters, buffers), known.views, strict=True)
     ]
-    return WeightsState(marks[0], marks[1], str(getattr(model, "dtype", "")), _active_adapters(model))
+    dtype = str(getattr(model, "dtype", ""))
+    return WeightsState((*tokens[0], marks), tokens[1], dtype, _active_adapters(model))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # autograd does not count writes into inference tensors
 
 
 def _scalars(tensors: list[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach()[(0,) * tensor.dim()])
+        if not tensor.is_quantized:
+            first = tensor.detach()[(0,) * tensor.dim()]
+            first = first.view(torch.uint8) if first.itemsize == 1 else first  # float8 can't be stacked
+            groups.setdefault((first.dtype, first.device), []).append(first)
     return tuple(tuple(group) for group in groups.values())
 
 
 def weights_digest(model: nn.Module) -> str:
     """Digest of every parameter and persistent buffer, by name, shape, dtype and content."""
     hasher = hashlib.blake2b(digest_size=16)
-    for name, tensor in model.state_dict().items():
-        hasher.update(f"{name}\0{checksum(tensor)}\0".encode())
+    for name, item in contents(inner_model(model)):
+        for mark in _marks(name, item):
+            hasher.update(f"{mark}\0".encode())
     return hasher.hexdigest()
+
+
+def _marks(name: str, item: Any) -> Iterator[str]:
+    """Name and content of one persistent item, as text.
+
+    Raises:
+        UnsupportedModelError: for an item whose content can't be read.
+    """
+    if isinstance(item, Tensor):
+        described = form(item)
+        if described:
+            yield f"{name}\0{described}"
+        for path, leaf in plain(item):
+            yield f"{name}{path}\0{checksum(leaf.dequantize() if leaf.is_quantized else leaf)}"
+    elif isinstance(item, (tuple, list)):
+        for idx, part in enumerate(item):
+            yield from _marks(f"{name}[{idx}]", part)
+    elif item is None or isinstance(item, (bool, int, float, str, torch.dtype)):
+        yield f"{name}\0{item!r}"
+    else:
+        raise UnsupportedModelError(
+            f"identify: expected tensors and plain values in the state of {name}, got a {type(item).__name__}, whose "
+            "content can't be compared: a cache of this model could not be told from one of other weights."
+        )
 
 
 def same_weights(model: nn.Module, before: WeightsState, now: WeightsState) -> bool:
@@ -155,12 +193,12 @@ def same_weights(model: nn.Module, before: WeightsState, now: WeightsState) -> b
 
 
 def _measure(model: nn.Module) -> ModelIdentity:
-    config = host.text_config(model.config)
+    config, weights = host.text_config(model.config), weights_digest(model)
     frequencies = {name: t.tolist() for name, t in model.named_buffers() if "inv_freq" in name}
     return ModelIdentity(
         model_type=str(config.model_type),
         config=_config_digest(model),
-        weights=weights_digest(model),
+        weights=weights,
         adapters=_active_adapters(model),
         rotary=_digest(frequencies),
         dtype=str(host.dtype_of(model)).removeprefix("torch."),
@@ -185,16 +223,12 @@ def _config_digest(model: nn.Module) -> str:
 
 def _active_adapters(model: nn.Module) -> str:
     """PEFT layers by name with what is switched on, merged and scaled; empty without PEFT."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
-    if tuners is None:
-        return ""
     active = []
-    for name, module in model.named_modules():
-        if isinstance(module, tuners.BaseTunerLayer):
-            names = [] if module.disable_adapters else list(module.active_adapters)
-            scales = {n: getattr(module, "scaling", {}).get(n) for n in names}
-            if names or module.merged_adapters:
-                active.append([name, scales, list(module.merged_adapters)])
+    for name, module in tuner_layers(model):
+        names = [] if module.disable_adapters else list(module.active_adapters)
+        scales = {n: getattr(module, "scaling", {}).get(n) for n in names}
+        if names or module.merged_adapters:
+            active.append([name, scales, list(module.merged_adapters)])
     return _digest(active) if active else ""
 
 

@@ -1,49 +1,65 @@
-"""The self-test: measure on the model itself what its cache stores and how it moves, or refuse with the measurements.
+"""The self-test: measure on the model itself what its cache stores and how it moves, or say why it can't be moved.
 
 A few random tokens are prefilled alone at several positions. What a layer stores is then the same at both, or a
-rotation whose frequencies are one of the model's own ``inv_freq`` buffers, or something else, which is refused. Names
-of models play no part.
+rotation whose frequencies are the model's own, or something else, which speaks against moving it. Names of models play
+no part.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
 
 from editable_cache.adapters import host
+from editable_cache.adapters.classify import classify, frequency_tables, move_error
+from editable_cache.adapters.compressed import examine_compressed
+from editable_cache.adapters.continuation import continuation, step_tokens
 from editable_cache.adapters.fingerprint import WeightsState, weights_state
+from editable_cache.adapters.images import num_axes
+from editable_cache.adapters.masks import MaskFinding, examine_masks
+from editable_cache.adapters.sample import NUM_TOKENS, Sample, prefill, random_ids
+from editable_cache.adapters.sections import with_axes
+from editable_cache.adapters.wrappers import inner_model
 from editable_cache.errors import Reason, UnsupportedModelError
-from editable_cache.ops import relative_error, rotate_into, rotation
-from editable_cache.spec import LayerSpec, ModelSpec, RotarySpec, TensorSpec
+from editable_cache.ops import LOW_PRECISION, relative_error
+from editable_cache.spec import CompressedSpec, LayerSpec, ModelSpec, PositionLimit, RotarySpec, TensorSpec
 
-NUM_TOKENS = 6
 OFFSETS = (37, 523)
-LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
-"""Rope types whose frequencies change with the length of the context: no single rotation moves their keys."""
+"""Distances at which the cells of the self-test are compared with those at position 0."""
 
-MaskForm = Literal["tensor", "dict", "none"]
+CONTINUED_TOKENS = 12
+"""Tokens of the test whether a model with recurrent layers goes on from its own cache."""
+
+BEHIND = 41
+"""Number of hidden slots in front of the tokens where it is tested whether the slot itself matters."""
+
+LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
+"""Rope types whose frequencies change once the context is longer than the original limit. Running them beyond it
+changes the model's buffers, so the self-test stays below and takes the limit from the config.
+"""
+
+LIMIT_NAMES = re.compile(r"original_max_position|floor")
+"""Config fields that name a position from which on a model may compute differently."""
+
+Positions = Literal["given", "slots"]
 
 _specs: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ModelSpec]] = weakref.WeakKeyDictionary()
 
 
-class _Prefill(NamedTuple):
-    layers: list[tuple[Tensor, Tensor]]
-    logits: Tensor
-
-
-def model_spec(model: nn.Module, *, state: WeightsState | None = None) -> ModelSpec:
-    """What the self-test proves about ``model``; measured once for each state of its weights.
+def measured(model: nn.Module, *, state: WeightsState | None = None) -> ModelSpec:
+    """What the self-test found out about ``model``; measured once for each state of its weights.
 
     ``state`` is the model's ``weights_state`` where the caller has it already.
 
     Raises:
-        UnsupportedModelError: with every measurement that speaks against moving this model's cells.
+        UnsupportedModelError: if the model is in training mode.
     """
+    model = inner_model(model)
     state = weights_state(model) if state is None else state
     known = _specs.get(model)
     if known is None or known[0] != state:
@@ -51,145 +67,284 @@ def model_spec(model: nn.Module, *, state: WeightsState | None = None) -> ModelS
     return known[1]
 
 
+def model_spec(model: nn.Module, *, state: WeightsState | None = None) -> ModelSpec:
+    """The same, for those who are going to move cells.
+
+    Raises:
+        UnsupportedModelError: with every measurement that speaks against moving this model's cells.
+    """
+    spec = measured(model, state=state)
+    if spec.against_moving:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: the self-test can't prove how its cells move, so nothing is moved. Append, "
+            "generate, erratum, a refresh by as many tokens, and recompute of everything from a token on still work.",
+            spec.against_moving,
+        )
+    return spec
+
+
 def measure(model: nn.Module) -> ModelSpec:
-    """Run the self-test; about six forwards of six tokens."""
-    config = host.text_config(model.config)
-    layout = host.cache_layout(model.config)
-    _refuse(model, [*_foreign_layers(layout), *_length_dependence(config)])
+    """Run the self-test; about a dozen forwards of seven tokens."""
     if model.training:
         raise UnsupportedModelError(
             "self-test: expected the model in evaluation mode, got training mode; call model.eval()."
         )
-    limit = int(getattr(config, "max_position_embeddings", None) or 2**31)
-    offsets = [offset for offset in (*OFFSETS, *_beyond_named_limits(config)) if offset + NUM_TOKENS <= limit]
+    config, layout = host.text_config(model.config), host.cache_layout(model.config)
+    maximum = int(getattr(config, "max_position_embeddings", None) or 2**31)
+    foreign = [
+        Reason(f"layer {i} cache", "per-token keys and values, or a recurrent state", name)
+        for i, (kind, name) in enumerate(zip(layout.kinds, layout.names, strict=True))
+        if kind == "foreign"
+    ]
+    ids, reasons = random_ids(model), foreign
+    if not foreign:
+        try:
+            base = prefill(model, ids, None)
+        except Exception as error:  # a model that takes no stock cache may raise anything
+            reasons = [Reason("prefill into a DynamicCache", "a forward", f"{type(error).__name__}: {error}"[:300])]
+        else:
+            if not base.tensors and "kept" not in layout.kinds:
+                reasons = [Reason("prefill into a DynamicCache", "cells or states in some layer", "nothing was stored")]
+            count = len(host.holders_of(host.full_cache(model.config)))
+            if len(base.cells) != count:
+                reasons = [Reason("holders of cells after a prefill", str(count), str(len(base.cells)))]
+    if reasons:
+        return ModelSpec((), layout.masks, "none", maximum, 0.0, "slots", tuple(reasons), tuple(reasons))
+    tolerance = 5e-2 if base.logits.dtype in LOW_PRECISION else 1e-4
+    found = _find_moves(model, ids, base, maximum, tolerance)
+    step = None
+    if layout.has_states:
+        why = Reason("recurrent layers", "cells that can be chosen", "a state that stands for all tokens")
+        masks = MaskFinding("none", layout.masks, None, (why,))
+    else:
+        masks = examine_masks(model, ids, found.base, layout.masks, tolerance)
+    against = [*found.reasons]
+    if layout.has_states:
+        step, failures = _step(model, found.positions)
+        against += failures
+    stops = _continuation_error(model, ids, found.base, found.positions, step, tolerance)
+    if found.positions == "given":
+        numbering = relative_error(base.logits, found.base.logits)
+        if numbering > 2 * tolerance:
+            got = f"others (error {numbering:.1e})"
+            stops = (Reason("a forward without position_ids", "positions from 0 on", got), *stops)
+    against += stops
+    if masks.causal is False:
+        against.append(Reason("prefill without a mask", "causal", "later tokens are seen"))
+    return ModelSpec(
+        layers=found.layers,
+        masks=masks.kinds,
+        mask_form=masks.form,
+        max_positions=maximum,
+        worst_error=found.worst_error,
+        positions=found.positions,
+        against_moving=tuple(against),
+        against_recompute=(*masks.against_recompute, *stops),
+        against_continuing=stops,
+        limit=found.limit,
+        has_states=layout.has_states,
+        step_tokens=step,
+        compressed=found.compressed,
+    )
+
+
+def _step(model: nn.Module, positions: Positions) -> tuple[int | None, tuple[Reason, ...]]:
+    """How many tokens may run at once behind others, and what speaks against any number."""
+    ids = random_ids(model, CONTINUED_TOKENS, seed=1)
+    places = torch.arange(ids.shape[1])[None] if positions == "given" else None
+    try:
+        result = continuation(model, ids, places, cache_factory=lambda: host.full_cache(model.config))
+        return step_tokens(result), ()
+    except UnsupportedModelError as error:
+        return 1, error.reasons
+
+
+def _continuation_error(
+    model: nn.Module, ids: Tensor, base: Sample, positions: Positions, step: int | None, tolerance: float
+) -> tuple[Reason, ...]:
+    """What speaks against feeding the tokens in two parts, with another text in another cache between them: a model may
+    keep something outside of the cache, or take no more tokens at all.
+    """
+    cache, other, count = host.full_cache(model.config), host.full_cache(model.config), ids.shape[1]
+    first = count - (NUM_TOKENS // 2 if step is None else step)
+    places = torch.arange(count)[None] if positions == "given" else None
+
+    def part(into: Any, start: int, stop: int, tokens: Tensor) -> Tensor:
+        where = None if places is None else places[:, start:stop]
+        return host.run(model, tokens[:, start:stop], into, position_ids=where)
+
+    try:
+        part(cache, 0, first, ids)
+        part(other, 0, first, ids.flip(1))
+        rest = part(cache, first, count, ids)
+    except Exception as error:  # whatever a model raises on a filled cache
+        return (Reason("tokens behind others", "a forward", f"{type(error).__name__}: {error}"[:200]),)
+    off = relative_error(rest, base.logits[:, first:])
+    if off <= 2 * tolerance:
+        return ()
+    return (Reason("tokens behind others", "what one prefill gives", f"error {off:.1e}"),)
+
+
+class _Moves(NamedTuple):
+    """How cells move: what stands in a ``ModelSpec``, and the sample at position 0."""
+
+    base: Sample
+    layers: tuple[LayerSpec, ...]
+    positions: Positions
+    reasons: tuple[Reason, ...]
+    worst_error: float
+    limit: PositionLimit | None
+    compressed: CompressedSpec | None = None
+
+
+def _find_moves(model: nn.Module, ids: Tensor, native: Sample, maximum: int, tolerance: float) -> _Moves:
+    if "kept" in host.cache_layout(model.config).kinds:
+        whole = examine_compressed(model, OFFSETS, maximum, tolerance)
+        limit = length_limit(model.config)
+        return _Moves(native, (), "slots", whole.reasons, whole.worst_error, limit, whole.spec)
+    limits = _named_limits(model, maximum)
+    limit = next((one for one in limits if one.name.startswith("rope_type")), None)
+    reach = maximum if limit is None else min(maximum, limit.value)
+    offsets = [offset for offset in OFFSETS if offset + NUM_TOKENS <= reach]
     if not offsets:
-        raise UnsupportedModelError(f"self-test: expected room for {OFFSETS[0] + NUM_TOKENS} positions, got {limit}.")
-    ids = torch.randint(0, config.vocab_size, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(0))
-    base = _prefill(model, ids, 0)
-    moved = {offset: _prefill(model, ids, offset) for offset in offsets}
-    tolerance = 1e-4 if base.logits.dtype == torch.float32 else 5e-2
-    candidates = _candidates(model, config, base.layers[0][0].shape[-1])
-    reasons: list[Reason] = []
-    layers, errors = [], [0.0]
-    for layer_idx, layer_type in enumerate(layout.layer_types):
-        tensors = []
-        for index, name in enumerate(("keys", "values")):
-            samples = {offset: run.layers[layer_idx][index] for offset, run in moved.items()}
-            rotary, error = _classify(base.layers[layer_idx][index], samples, candidates if name == "keys" else ())
-            tensors.append(TensorSpec(name, rotary))
+        why = Reason("positions", f"room for {OFFSETS[0] + NUM_TOKENS}", str(reach))
+        return _Moves(native, (), "slots", (why,), 0.0, limit)
+    positions, base, samples, reasons = _sample_positions(model, ids, native, offsets)
+    layers, errors, found = _explain(model, base, samples, tolerance)
+    reasons += found
+    if positions == "given" and not reasons and not any(base.states):
+        error = _slot_error(model, ids, base, BEHIND)
+        if error > 2 * tolerance:
+            reasons.append(Reason(f"the same positions at slot {BEHIND}", "the same cells", f"error {error:.1e}"))
+    count = num_axes(model) if positions == "given" and not reasons else 1
+    if count > 1:
+        layers, reasons = with_axes(model, ids, base, layers, count, reach)
+    for one in limits if not reasons and positions == "given" else []:
+        beyond = one.value + 11
+        if not one.name.startswith("rope_type") and beyond + NUM_TOKENS <= maximum:
+            error = _error_beyond(model, ids, base, layers, beyond, slots="floor" in one.name)
+            if error > 2 * tolerance and (limit is None or one.value < limit.value):
+                limit = one
+    return _Moves(base, layers, positions, tuple(reasons), max(errors, default=0.0), limit)
+
+
+def _sample_positions(
+    model: nn.Module, ids: Tensor, native: Sample, offsets: Sequence[int]
+) -> tuple[Positions, Sample, dict[int, Sample], list[Reason]]:
+    """The same tokens at several positions: given as ``position_ids`` where the model reacts to them, else made by as
+    many hidden slots in front.
+    """
+    try:
+        base = prefill(model, ids, 0)
+        samples = {offset: prefill(model, ids, offset) for offset in offsets}
+    except Exception:  # no such argument, or a table that is looked up by slot
+        base, samples = native, {}
+    reacts = any(
+        not torch.equal(tensor, base.tensors[name]) for s in samples.values() for name, tensor in s.tensors.items()
+    )
+    reacts = reacts or any(not torch.equal(sample.logits, base.logits) for sample in samples.values())
+    if reacts:
+        return "given", base, samples, []
+    if any(base.states):
+        return "slots", base, samples, [] if samples else [Reason("position_ids", "taken or ignored", "an error")]
+    for with_positions in (True, False):
+        try:
+            slots = {o: prefill(model, ids, o if with_positions else None, behind=o, like=native) for o in offsets}
+        except Exception as error:  # whatever a model raises on an argument that it does not know
+            failure = f"{type(error).__name__}: {error}"[:200]
+        else:
+            return "slots", native, slots, []
+    return "slots", native, {}, [Reason("tokens behind hidden slots", "a forward", failure)]
+
+
+def _explain(
+    model: nn.Module, base: Sample, samples: Mapping[int, Sample], tolerance: float
+) -> tuple[tuple[LayerSpec, ...], list[float], list[Reason]]:
+    """How every tensor moves, the error of each explanation, and what can't be explained."""
+    configs = {id(config): config for config in (host.text_config(model.config), model.config)}
+    tables = frequency_tables(model, configs.values())
+    likely: dict[RotarySpec, None] = {}
+    layers, errors = [], []
+    reasons = [
+        Reason(name, "a known tensor of the cache", "another one with an axis of tokens") for name in base.unknown
+    ]
+    for index, (layer_idx, _) in enumerate(host.holders_of(host.full_cache(model.config))):
+        tensors: list[TensorSpec] = []
+        for name, stored in base.cells[index].items():
+            where = f"layer {layer_idx} {name}"
+            moved = {offset: sample.cells[index][name] for offset, sample in samples.items()}
+            spec, error = classify(name, stored, moved, tables, tuple(likely), tolerance)
+            if spec.rotary is not None:
+                likely[spec.rotary] = None
+            tensors.append(spec)
             errors.append(error)
             if error > tolerance:
-                reasons.append(
-                    Reason(
-                        f"layer {layer_idx} {name}",
-                        "unchanged or rotated by the model's inv_freq",
-                        f"error {error:.1e}",
-                    )
-                )
-        layers.append(LayerSpec(tuple(tensors), layer_type, layout.windows[layer_idx]))
-    if all(torch.equal(run.logits, base.logits) for run in moved.values()):
-        reasons.append(Reason("position_ids", "a model that uses them", "no reaction: its positions are its slots"))
-    for offset, run in moved.items():
-        drift = relative_error(run.logits, base.logits)
+                reasons.append(Reason(where, "unchanged, or rotated by the model's frequencies", f"error {error:.1e}"))
+        layers.append(LayerSpec(tuple(tensors), layer_idx))
+    for layer_idx, states in enumerate(base.states):
+        for name, state in states.items():
+            error = max((relative_error(s.states[layer_idx][name], state) for s in samples.values()), default=0.0)
+            if error > tolerance:
+                reasons.append(Reason(f"layer {layer_idx} {name}", "the same at every position", f"error {error:.1e}"))
+    for offset, sample in samples.items():
+        drift = relative_error(sample.logits, base.logits)
         if drift > 2 * tolerance:
             reasons.append(Reason(f"logits at offset {offset}", "those at offset 0", f"drift {drift:.1e}"))
-    _refuse(model, reasons)
-    return ModelSpec(tuple(layers), _mask_form(model, ids, base, layout, tolerance), limit, max(errors))
+    return tuple(layers), errors, reasons
 
 
-def _refuse(model: nn.Module, reasons: Sequence[Reason]) -> None:
-    if reasons:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: the self-test can't prove how its cells move, so nothing is moved. It still "
-            "works as a plain cache (append, generate, erratum).",
-            tuple(reasons),
-        )
+def _slot_error(model: nn.Module, ids: Tensor, base: Sample, slots: int) -> float:
+    """How much cells and logits at the same positions change with ``slots`` hidden slots in front of them."""
+    try:
+        sample = prefill(model, ids, 0, behind=slots, like=base)
+    except Exception:  # hidden slots can't be had; scatter recompute tells instead
+        return 0.0
+    pairs = [(tensor, base.tensors[name]) for name, tensor in sample.tensors.items()]
+    return max(relative_error(a.double(), b.double()) for a, b in [*pairs, (sample.logits, base.logits)])
 
 
-def _foreign_layers(layout: host.CacheLayout) -> list[Reason]:
-    foreign = [(i, name) for i, name in enumerate(layout.foreign) if name is not None]
-    chunked = [(i, kind) for i, kind in enumerate(layout.layer_types) if kind == "chunked_attention"]
-    return [Reason(f"layer {i} cache", "per-token keys and values", found) for i, found in (*foreign, *chunked)]
+def _error_beyond(
+    model: nn.Module, ids: Tensor, base: Sample, layers: Sequence[LayerSpec], offset: int, *, slots: bool
+) -> float:
+    """How far moved cells and logits are off at ``offset``, and, with ``slots``, behind as many hidden slots."""
+    sample = prefill(model, ids, offset)
+    errors = [relative_error(sample.logits, base.logits)]
+    for layer, here, there in zip(layers, base.cells, sample.cells, strict=True):
+        for tensor in layer.tensors:
+            if tensor.rotary is not None:
+                errors.append(move_error(here[tensor.name], there[tensor.name], tensor.rotary, offset))
+            elif not tensor.counter:
+                errors.append(relative_error(there[tensor.name], here[tensor.name]))
+    if slots and not any(base.states):
+        errors.append(_slot_error(model, ids, base, offset))
+    return max(errors)
 
 
-def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
-    return nested or [parameters]
+def _named_limits(model: nn.Module, maximum: int) -> list[PositionLimit]:
+    """Positions below ``maximum`` that the config names as a border, ascending."""
+    config, found = host.text_config(model.config), dict[int, str]()
+    rope = getattr(config, "rope_parameters", None) or {}
+    sections = [rope, *(section for section in rope.values() if isinstance(section, Mapping))]
+    named = [*vars(config).items(), *(item for section in sections for item in section.items())]
+    for name, value in named:
+        if LIMIT_NAMES.search(name) and isinstance(value, int) and 1 < value < maximum:
+            found.setdefault(value, name)
+    changing = length_limit(model.config)
+    if changing is not None:
+        found[changing.value] = changing.name
+    return [PositionLimit(value, found[value]) for value in sorted(found)]
 
 
-def _length_dependence(config: Any) -> list[Reason]:
-    kinds = {str(parameters.get("rope_type", "default")) for parameters in _rope_parameters(config)}
-    return [
-        Reason("rope_type", "frequencies that do not depend on the length of the context", kind)
-        for kind in sorted(kinds & LENGTH_DEPENDENT)
-    ]
-
-
-def _beyond_named_limits(config: Any) -> list[int]:
-    limits = [parameters.get("original_max_position_embeddings") for parameters in _rope_parameters(config)]
-    return sorted({int(limit) + 11 for limit in limits if limit})
-
-
-def _prefill(model: nn.Module, ids: Tensor, offset: int, mask: Any = None) -> _Prefill:
-    cache = DynamicCache()
-    positions = torch.arange(offset, offset + ids.shape[1])[None]
-    logits = host.run(model, ids, cache, position_ids=positions, attention_mask=mask)
-    return _Prefill(host.plain_layers(cache), logits)
-
-
-def _candidates(model: nn.Module, config: Any, head_dim: int) -> tuple[RotarySpec, ...]:
-    """Every frequency table that the model holds, in every layout and at both ends of the head."""
-    found: dict[RotarySpec, None] = {}
-    for name, buffer in model.named_buffers():
-        if "inv_freq" not in name or "original" in name or buffer.dim() != 1 or 2 * buffer.numel() > head_dim:
-            continue
-        table = tuple(buffer.float().tolist())
-        for start in dict.fromkeys((0, head_dim - 2 * len(table))):
-            found[RotarySpec(table, "half", start)] = None
-            found[RotarySpec(table, "interleaved", start)] = None
-    return tuple(found)
-
-
-def _classify(
-    base: Tensor, samples: Mapping[int, Tensor], candidates: Sequence[RotarySpec]
-) -> tuple[RotarySpec | None, float]:
-    """The rotation (or None for none) that explains the samples best, and its worst relative error."""
-    choices: list[tuple[float, RotarySpec | None]] = [(max(relative_error(s, base) for s in samples.values()), None)]
-    for rotary in candidates:
-        if rotary.stop <= base.shape[-1]:
-            choices.append(
-                (max(_move_error(base, sample, rotary, offset) for offset, sample in samples.items()), rotary)
-            )
-    error, best = min(choices, key=lambda choice: choice[0])
-    return best, error
-
-
-def _move_error(base: Tensor, sample: Tensor, rotary: RotarySpec, offset: int) -> float:
-    positions = torch.arange(base.shape[-2])
-    moved = torch.empty_like(base)
-    rotate_into(moved, base, rotation(rotary, positions, positions + offset, base.device))
-    return relative_error(moved, sample)
-
-
-def _mask_form(model: nn.Module, ids: Tensor, base: _Prefill, layout: host.CacheLayout, tolerance: float) -> MaskForm:
-    """How the model takes masks that block chosen cells; measured by whether blocked tokens can still be felt."""
-    count, hidden = ids.shape[1], ids.shape[1] // 2
-    mask = torch.full((1, 1, count, count), torch.finfo(base.logits.dtype).min, dtype=base.logits.dtype).triu(1)
-    mask[..., hidden:, :hidden] = torch.finfo(base.logits.dtype).min
-    mask = mask.to(base.logits.device)
-    other = ids.clone()
-    other[:, :hidden] = (other[:, :hidden] + 1) % base.logits.shape[-1]
-    mixed = len(set(zip(layout.layer_types, layout.windows, strict=True))) > 1
-    forms: list[tuple[MaskForm, Any]] = [("dict", dict.fromkeys(layout.layer_types, mask))]
-    if len(set(layout.windows)) == 1:
-        forms.insert(0 if not mixed else 1, ("tensor", mask))
-    for form, value in forms:
-        try:
-            first, second = (_prefill(model, tokens, 0, value).logits[:, hidden:] for tokens in (ids, other))
-        except Exception:  # whatever a model raises on a form of mask that it does not know
-            continue
-        honoured = relative_error(first, second) <= tolerance
-        if honoured and relative_error(first, base.logits[:, hidden:]) > tolerance:
-            return form
-    return "none"
+def length_limit(config: Any) -> PositionLimit | None:
+    """The first position from which on the frequencies of this config's rotary embedding change, or None if they never
+    do. A forward that reaches it uses other frequencies for all of its tokens.
+    """
+    text = host.text_config(config)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for section in (rope, *(section for section in rope.values() if isinstance(section, Mapping))):
+        if section.get("rope_type") in LENGTH_DEPENDENT:
+            original = section.get("original_max_position_embeddings")
+            original = original or getattr(text, "original_max_position_embeddings", None)
+            original = original or getattr(text, "max_position_embeddings", None) or 2**31
+            return PositionLimit(int(original), f"rope_type {section['rope_type']!r}, original_max_position_embeddings")
+    return None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from editable_cache.cache.axes import join_axes, renumbered
 from editable_cache.cache.layer import EditableLayer
 from editable_cache.cache.ledger import TENSORS, Field, Isolated, Ledger, Segment, Stale
 from editable_cache.cache.ledgered import LedgeredCache
@@ -16,7 +17,7 @@ from editable_cache.cache.pieces import Keep, Paste, Piece, move_spans, total_le
 from editable_cache.chunk import KVChunk
 from editable_cache.errors import SpanError
 from editable_cache.ops import LOW_PRECISION, Rotation, rotate_into, rotation
-from editable_cache.spec import ModelSpec, RotarySpec
+from editable_cache.spec import ModelSpec, RotarySpec, TensorSpec
 
 
 class Placed(NamedTuple):
@@ -39,8 +40,9 @@ def rearrange(cache: LedgeredCache, spec: ModelSpec | None, placed: Sequence[Pla
         positions: int64 ``[batch, new_length]``.
     """
     pieces = [item.piece for item in placed]
-    if spec is not None and _is_low_precision(cache):
+    if spec is not None and _is_low_precision(cache) and not cache.state_layers:
         _settle_if_lost(cache, spec)
+    require_whole_images(cache.ledger, pieces)
     ledger = _arranged_ledger(cache.ledger, placed, positions)
     if bool((positions[ledger.valid] < 0).any()):
         raise SpanError(
@@ -50,14 +52,19 @@ def rearrange(cache: LedgeredCache, spec: ModelSpec | None, placed: Sequence[Pla
     start = untouched_prefix(pieces)
     still = (cache.ledger.positions[:, :start] == positions[:, :start]).all(dim=0)
     start = int(still.long().cumprod(dim=0).sum())
+    if cache.state_layers:  # a recurrent state can't be moved: everything from here on is computed again
+        cache.touch(start)
+        cache.ledger = replace(ledger, sources=ledger.positions)
+        return
     sources = _where_from(cache.ledger, pieces, pristine=_is_low_precision(cache))
     device = next((layer.device for layer in cache.editable_layers if layer.is_initialized), None)
-    turns = {} if spec is None else _turns(spec, sources[:, start:], positions[:, start:], device)
-    for layer_idx, layer in enumerate(cache.layers):
-        if isinstance(layer, EditableLayer):
-            rotaries = {} if spec is None else {t.name: t.rotary for t in spec.layers[layer_idx].tensors}
-            _arrange_layer(layer, layer_idx, pieces, start, rotaries, turns, low=_is_low_precision(cache))
+    ahead = ledger.axes[:, start:]
+    turns = {} if spec is None else _turns(spec, sources[:, start:], positions[:, start:], device, ahead)
     low = _is_low_precision(cache)
+    distance = positions - _where_from(cache.ledger, pieces, pristine=False)
+    for index, layer in enumerate(cache.editable_layers):
+        facts = {} if spec is None else {tensor.name: tensor for tensor in spec.layers[index].tensors}
+        _arrange_layer(layer, index, pieces, start, facts, turns, distance, low=low)
     cache.ledger = ledger if low else replace(ledger, sources=ledger.positions)
 
 
@@ -72,32 +79,43 @@ def _settle_if_lost(cache: LedgeredCache, spec: ModelSpec) -> None:
 
 
 def extend_with_chunk(
-    cache: LedgeredCache, spec: ModelSpec, chunk: KVChunk, first: int, positions: Tensor, segment: Segment
+    cache: LedgeredCache,
+    spec: ModelSpec,
+    chunk: KVChunk,
+    first: int,
+    positions: Tensor,
+    segment: Segment,
+    *,
+    stop: int | None = None,
 ) -> None:
-    """Write the tokens of a chunk from number ``first`` on behind the last slot; call inside an operation.
+    """Write tokens ``[first, stop)`` of a chunk behind the last slot; call inside an operation.
 
     The keys are rotated straight into their place; nothing is copied twice.
 
     Args:
-        positions: int64 ``[batch, len(chunk) - first]``, where the tokens go.
+        positions: int64 ``[batch, stop - first]``, where the tokens go.
+        stop: the end of the chunk by default.
     """
-    batch, count = cache.ledger.batch, len(chunk) - first
-    source = chunk.position_ids[None, first:].expand(batch, -1)
-    states = [{name: t[..., first:, :] for name, t in layer.items()} for layer in chunk.layers]
-    turns = _turns(spec, source, positions, _device(cache, states))
+    stop = len(chunk) if stop is None else stop
+    batch, count = cache.ledger.batch, stop - first
+    source = chunk.position_ids[None, first:stop].expand(batch, -1)
+    axes = _axes_of(chunk, batch)[:, first:stop]
+    states = [{name: t[..., first:stop, :] for name, t in layer.items()} for layer in chunk.layers]
+    turns = _turns(spec, source, positions, _device(cache, states), axes)
     for layer, cells, facts in zip(cache.editable_layers, states, spec.layers, strict=True):
+        if not cells:
+            continue
         layer.prepare(cells, batch)
         slots = layer.claim(count)
         for tensor in facts.tensors:
-            _move(
-                slots[tensor.name],
-                cells[tensor.name],
-                None if tensor.rotary is None else turns.get(tensor.rotary),
-            )
+            turn = None if tensor.rotary is None else turns.get(tensor.rotary)
+            _move(slots[tensor.name], cells[tensor.name], turn)
+            if tensor.counter:
+                _count_on(slots[tensor.name], positions - source)
     low = _is_low_precision(cache)
     if low and turns:
         _remember_pristine(cache, spec, states)
-    ids = chunk.token_ids[None, first:].expand(batch, -1)
+    ids = chunk.token_ids[None, first:stop].expand(batch, -1)
     ledger = replace(cache.ledger, chunks=(*cache.ledger.chunks, _isolated(chunk)))
     cache.ledger = ledger.extended(
         ids,
@@ -107,7 +125,15 @@ def extend_with_chunk(
         sources=source if low else positions,
         group=len(ledger.chunks),
         offset=first,
+        axes=axes,
+        images=chunk.image_numbers[None, first:stop].expand(batch, -1),
+        digests=[image.digest for image in chunk.images],
     )
+
+
+def _axes_of(chunk: KVChunk, batch: int) -> Tensor:
+    axes = chunk.position_ids.new_zeros((len(chunk), 0)) if chunk.axes is None else chunk.axes
+    return axes[None].expand(batch, -1, -1)
 
 
 def _isolated(chunk: KVChunk) -> Isolated:
@@ -116,11 +142,14 @@ def _isolated(chunk: KVChunk) -> Isolated:
 
 def _device(cache: LedgeredCache, states: Sequence[Mapping[str, Tensor]]) -> torch.device:
     held = (layer.device for layer in cache.editable_layers if layer.is_initialized)
-    return next(held, None) or next(iter(states[0].values())).device
+    given = (tensor.device for cells in states for tensor in cells.values())
+    return next(held, None) or next(given, torch.device("cpu"))
 
 
 def _remember_pristine(cache: LedgeredCache, spec: ModelSpec, chunk_layers: Sequence[Mapping[str, Tensor]]) -> None:
     for layer, states, facts in zip(cache.editable_layers, chunk_layers, spec.layers, strict=True):
+        if not states:
+            continue
         count = next(iter(states.values())).shape[-2]
         kept = {}
         for tensor in facts.tensors:
@@ -133,41 +162,44 @@ def _remember_pristine(cache: LedgeredCache, spec: ModelSpec, chunk_layers: Sequ
 
 def _arrange_layer(
     layer: EditableLayer,
-    layer_idx: int,
+    index: int,
     pieces: Sequence[Piece],
     start: int,
-    rotaries: Mapping[str, RotarySpec | None],
+    facts: Mapping[str, TensorSpec],
     turns: Mapping[RotarySpec, Rotation],
+    distance: Tensor,
     *,
     low: bool,
 ) -> None:
     total = total_length(pieces)
     stored = layer.view()
     if not stored:
-        paste = next(piece for piece in pieces if isinstance(piece, Paste))
-        layer.prepare(paste.chunk.layers[layer_idx], 1)
+        pasted = next((piece.chunk.layers[index] for piece in pieces if isinstance(piece, Paste)), None)
+        if not pasted:
+            return  # this layer stores nothing
+        layer.prepare(pasted, 1)
         stored = layer.view()
     tail = {name: t.new_empty((*t.shape[:2], total - start, t.shape[-1])) for name, t in stored.items()}
     pristine = {}
     for name, out in tail.items():
-        rotary = rotaries.get(name)
+        rotary = facts[name].rotary if name in facts else None
         keep_pristine = low and rotary is not None
         kept = layer.full_pristine(name) if keep_pristine else stored[name]
         if keep_pristine:
             pristine[name] = kept.new_empty((*kept.shape[:2], total, kept.shape[-1]))
             pristine[name][..., :start, :] = kept[..., :start, :]
         turn = None if rotary is None else turns.get(rotary)
-        for low_slot, high_slot, cells in _cells(pieces, layer_idx, name, kept, start):
+        for low_slot, high_slot, cells in _cells(pieces, index, name, kept, start):
             low_out, high_out = low_slot - start, high_slot - start
             _move(out[..., low_out:high_out, :], cells, None if turn is None else turn.slots(low_out, high_out))
             if keep_pristine:
                 pristine[name][..., low_slot:high_slot, :] = cells
+        if name in facts and facts[name].counter:
+            _count_on(out, distance[:, start:])
     layer.replace_tail(start, tail, pristine)
 
 
-def _cells(
-    pieces: Sequence[Piece], layer_idx: int, name: str, kept: Tensor, start: int
-) -> list[tuple[int, int, Tensor]]:
+def _cells(pieces: Sequence[Piece], index: int, name: str, kept: Tensor, start: int) -> list[tuple[int, int, Tensor]]:
     """New slots ``[low, high)`` from ``start`` on and the cells that go there; blank pieces are left out."""
     found = []
     offset = 0
@@ -176,7 +208,7 @@ def _cells(
         if low < high and isinstance(piece, Keep):
             found.append((low, high, kept[..., piece.start + low - offset : piece.stop, :]))
         elif low < high and isinstance(piece, Paste):
-            found.append((low, high, piece.chunk.layers[layer_idx][name][..., low - offset :, :]))
+            found.append((low, high, piece.chunk.layers[index][name][..., low - offset :, :]))
         offset += len(piece)
     return found
 
@@ -190,10 +222,17 @@ def _move(out: Tensor, states: Tensor, turn: Rotation | None) -> None:
         rotate_into(out, states, turn.to(out.device))
 
 
-def _turns(spec: ModelSpec, source: Tensor, target: Tensor, device: torch.device | None) -> dict[RotarySpec, Rotation]:
+def _count_on(out: Tensor, distance: Tensor) -> None:
+    """Add ``distance`` ``[batch, num_tokens]`` to positions that are stored as cells."""
+    out += distance[:, None, :, None].to(out.device, out.dtype)
+
+
+def _turns(
+    spec: ModelSpec, source: Tensor, target: Tensor, device: torch.device | None, axes: Tensor
+) -> dict[RotarySpec, Rotation]:
     if torch.equal(source, target):
         return {}
-    return {rotary: rotation(rotary, source, target, device) for rotary in spec.rotaries()}
+    return {rotary: rotation(rotary, source, target, device, axes=axes) for rotary in spec.rotaries()}
 
 
 def _where_from(ledger: Ledger, pieces: Sequence[Piece], *, pristine: bool) -> Tensor:
@@ -220,7 +259,7 @@ def _is_low_precision(cache: LedgeredCache) -> bool:
 def _arranged_ledger(ledger: Ledger, placed: Sequence[Placed], positions: Tensor) -> Ledger:
     pieces = [item.piece for item in placed]
     columns: dict[str, list[Tensor]] = {name: [] for name in TENSORS if name != "positions"}
-    chunks, offset = list(ledger.chunks), 0
+    chunks, digests, offset = list(ledger.chunks), list(ledger.digests), 0
     for piece in pieces:
         where = slice(offset, offset + len(piece))
         if isinstance(piece, Keep):
@@ -240,11 +279,21 @@ def _arranged_ledger(ledger: Ledger, placed: Sequence[Placed], positions: Tensor
                 "valid": torch.ones(ids.shape, dtype=torch.bool),
                 "groups": torch.full(ids.shape, len(chunks) if pasted else 0),
                 "offsets": torch.arange(ids.shape[1]).expand(ids.shape) * pasted,
+                "axes": ids.new_zeros((*ids.shape, 0)),
+                "images": torch.zeros_like(ids),
             }
+            if isinstance(piece, Paste):
+                new["axes"] = _axes_of(piece.chunk, ledger.batch)
+                new["images"] = renumbered(piece.chunk.image_numbers, len(digests)).expand(ids.shape)
+                digests += [image.digest for image in piece.chunk.images]
         for name, column in columns.items():
             column.append(new[name])
         offset += len(piece)
-    tensors = {name: torch.cat(column, dim=1) for name, column in columns.items() if column}
+    tensors = {
+        name: join_axes(column) if name == "axes" else torch.cat(column, dim=1)
+        for name, column in columns.items()
+        if column
+    }
     stale = tuple(
         Stale(start, stop, old.cause) for old in ledger.stale for start, stop in move_spans(pieces, old.start, old.stop)
     )
@@ -255,6 +304,7 @@ def _arranged_ledger(ledger: Ledger, placed: Sequence[Placed], positions: Tensor
         segments=_arranged_segments(ledger, placed),
         stale=stale,
         chunks=tuple(chunks),
+        digests=tuple(digests),
     )
     return arranged.with_fields(arranged_fields(ledger.fields, pieces))
 
@@ -327,3 +377,19 @@ def arranged_fields(fields: Sequence[Field], pieces: Sequence[Piece]) -> list[Fi
         if spans:
             arranged.append(replace(field, spans=tuple(sorted(spans))))
     return arranged
+
+
+def require_whole_images(ledger: Ledger, pieces: Sequence[Piece]) -> None:
+    """Refuse an order that cuts an image.
+
+    Raises:
+        SpanError: naming the first cut.
+    """
+    borders = {border for piece in pieces if isinstance(piece, Keep) for border in (piece.start, piece.stop)}
+    for slot in sorted(borders - {0, len(ledger)}):
+        same = (ledger.images[:, slot] > 0) & (ledger.images[:, slot] == ledger.images[:, slot - 1])
+        if bool(same.any()):
+            raise SpanError(
+                f"Slot {slot} lies inside an image; this operation would cut it. Move the border to one of its ends "
+                "(cache.image_spans()), or take the whole image."
+            )

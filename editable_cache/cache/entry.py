@@ -10,19 +10,24 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from editable_cache.adapters import host
 from editable_cache.cache.ledger import UNKNOWN, Ledger
+from editable_cache.cache.sight import Opening, Sight, look
 from editable_cache.errors import LedgerError
 
 
 class Entry(NamedTuple):
-    """A checked forward: its arguments, and what the ledger will record if it succeeds (``[batch, num_tokens]``)."""
+    """A checked forward: its arguments, and what the ledger will record if it succeeds (see ``Ledger``)."""
 
     arguments: dict[str, Any]
     ids: Tensor
     positions: Tensor
     valid: Tensor
+    axes: Tensor
+    images: Tensor
+    digests: tuple[str, ...]
 
 
 class Prompt(NamedTuple):
@@ -120,6 +125,8 @@ def prepare(
     own_positions: bool,
     prompt_length: int | None,
     again: Ledger | None = None,
+    model: nn.Module | None = None,
+    opening: Opening | None = None,
 ) -> Entry:
     """Check the arguments of one forward and complete them.
 
@@ -132,20 +139,32 @@ def prepare(
             length of that prompt: assisted decoding feeds all of it.
         again: the ledger up to the end of the prompt, if the prompt's last token was in the cache and runs again: it
             keeps its position.
+        model: tells which tokens stand for images, and how it numbers them.
+        opening: of the ``generate`` whose step this is.
     """
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     given = ids if ids is not None else embeds
     if given is None:
         raise LedgerError("forward: expected input_ids or inputs_embeds with this cache, got neither.")
+    start, whole = 0, ids
     if ids is not None and len(ledger):
-        whole = prompt_length is not None and ids.shape[1] >= prompt_length
-        arguments = _drop_covered(ledger, arguments) if whole or _says_whole(ledger, arguments) else arguments
+        fed_whole = prompt_length is not None and ids.shape[1] >= prompt_length
+        if fed_whole or _says_whole(ledger, arguments):
+            start, whole = len(ledger), ids
+            arguments = _drop_covered(ledger, arguments)
         given = ids = arguments["input_ids"]
     batch, count = given.shape[0], given.shape[1]
+    if opening is None:
+        arguments, sight = look(model, ledger, arguments, whole, start)
+    else:
+        sight = opening.sight(model, batch, len(ledger), count)
     arguments, valid = _complete_mask(ledger, arguments, batch, count)
     seen = ids.detach().cpu().long() if ids is not None else torch.full((batch, count), UNKNOWN)
-    arguments, positions = _complete_positions(ledger, arguments, valid, own_positions, again)
-    return Entry(arguments, seen, positions, valid)
+    told = model is not None and host.restarts_positions(model)
+    arguments, places = _complete_positions(ledger, arguments, seen, valid, own_positions, again, sight, told=told)
+    axes = (places[1:] - places[0]).movedim(0, -1)
+    axes = axes if bool(axes.any()) else axes[..., :0]
+    return Entry(arguments, seen, places[0], valid, axes, sight.numbers, sight.digests)
 
 
 def _says_whole(ledger: Ledger, arguments: dict[str, Any]) -> bool:
@@ -207,26 +226,48 @@ def _mask_message(got: int, length: int, count: int) -> str:
 
 
 def _complete_positions(
-    ledger: Ledger, arguments: dict[str, Any], valid: Tensor, own_positions: bool, again: Ledger | None
+    ledger: Ledger,
+    arguments: dict[str, Any],
+    ids: Tensor,
+    valid: Tensor,
+    own_positions: bool,
+    again: Ledger | None,
+    sight: Sight,
+    *,
+    told: bool,
 ) -> tuple[dict[str, Any], Tensor]:
-    given = arguments.get("position_ids")
+    """The arguments with positions where the model would choose others, and all positions ``[num_axes, batch, n]``.
+
+    A model with several axes keeps the distance of the last image that it saw, whoever's it was (``host.numbering``),
+    so it is always told; others only where ``told`` says so.
+    """
+    given, several = arguments.get("position_ids"), sight.num_axes > 1
     batch, count = valid.shape
     if given is not None and not (own_positions and len(ledger)):
-        flat = given if given.dim() == 2 else given[0]
-        return arguments, flat.cpu().long().expand(batch, count)
+        return arguments, _rows(given, sight.num_axes).cpu().long().expand(-1, batch, count)
     length = len(ledger)
-    stock = torch.arange(length, length + count).expand(batch, count)
-    if length == 0:
-        return arguments, stock
-    positions = ledger.next_positions(valid)
+    positions = torch.arange(length, length + count).expand(batch, count)
+    reference = positions if given is None or several else _rows(given, 1)[0].cpu().expand(batch, count)
+    if several and bool(sight.numbers.any()):
+        places = sight.positions(ledger, ids, valid, arguments)
+        return {**arguments, "position_ids": places.to(_device(arguments))}, places
+    if length:
+        positions = ledger.next_positions(valid)
     if again is not None:
         last = again.positions[:, -1:].repeat_interleave(batch // again.batch, dim=0)
         positions = (positions + last - positions[:, :1]).masked_fill(~valid, 0)
-    reference = stock if given is None else (given if given.dim() == 2 else given[0]).cpu().expand(batch, count)
-    if torch.equal(positions, reference):
-        return arguments, positions
-    wanted = positions if given is None or given.dim() == 2 else positions.expand(given.shape[0], batch, count)
-    return {**arguments, "position_ids": wanted.to(_device(arguments))}, positions
+    unsaid = told and given is None
+    if not several and (not length or (torch.equal(positions, reference) and not unsaid)):
+        return arguments, positions[None]
+    wanted = positions if several or given is None or given.dim() == 2 else positions.expand(len(given), batch, count)
+    return {**arguments, "position_ids": wanted.to(_device(arguments))}, positions[None]
+
+
+def _rows(given: Tensor, num_axes: int) -> Tensor:
+    """``position_ids`` as ``[num_axes or 1, batch, n]``. A row more than axes, in front, numbers text for the mask."""
+    if given.dim() == 2:
+        return given[None]
+    return given[-num_axes:] if num_axes > 1 else given[:1]
 
 
 def _device(arguments: dict[str, Any]) -> torch.device:

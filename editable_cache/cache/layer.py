@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ class EditableLayer(DynamicLayer):
         pristine: for 16-bit caches, rotating tensors as they were first computed (before any move), for the slots that
             existed at the last move. Moving starts from here, so that repeated moves do not add up their rounding.
         scatter: set while chosen cells are recomputed.
+        exchange: set while what a forward appends is exchanged for something else first.
         undo: set while an operation may have to be taken back.
     """
 
@@ -56,6 +57,7 @@ class EditableLayer(DynamicLayer):
         self.length = 0
         self.pristine: Mapping[str, Tensor] = {}
         self.scatter: Scatter | None = None
+        self.exchange: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
         self.undo: Undo | None = None
         super().__init__()  # type: ignore[no-untyped-call]
 
@@ -82,15 +84,7 @@ class EditableLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the new states, or write them where ``scatter`` says; return all keys and values (views)."""
-        states = {"keys": key_states, "values": value_states}
-        if self.scatter is None:
-            self.append(states)
-        else:
-            slots, rows = self.scatter
-            if rows is not None:
-                slots, states = slots[rows], {name: t[..., rows, :] for name, t in states.items()}
-            self.overwrite(slots, states)
-        view = self.view()
+        view = self.write({"keys": key_states, "values": value_states})
         return view["keys"], view["values"]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -132,6 +126,22 @@ class EditableLayer(DynamicLayer):
         self.set_store(Store(picked, length), length)
 
     # -- storage
+
+    @property
+    def holders(self) -> tuple[EditableLayer, ...]:
+        """This layer, and any further holders of cells that belong to it."""
+        return (self,)
+
+    def write(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Append the states of a forward, or write them where ``scatter`` says; return all of them (views)."""
+        if self.scatter is None:
+            self.append(states if self.exchange is None else self.exchange(states))
+        else:
+            slots, rows = self.scatter
+            if rows is not None:
+                slots, states = slots[rows], {name: t[..., rows, :] for name, t in states.items()}
+            self.overwrite(slots, states)
+        return self.view()
 
     def view(self, start: int = 0) -> dict[str, Tensor]:
         """All stored tensors from slot ``start`` on; shares storage."""

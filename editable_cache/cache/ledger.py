@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from editable_cache.cache.axes import every_axis, furthest, join_axes, renumbered
 from editable_cache.cache.pieces import merge, spans_of
 from editable_cache.errors import FieldError, SpanError
 
 UNKNOWN = -1
 """Id of a token that reached the cache unseen."""
 
-TENSORS = ("ids", "positions", "sources", "valid", "groups", "offsets")
-"""Per-slot records of a ledger, each ``[batch, length]``."""
+TENSORS = ("ids", "positions", "sources", "valid", "groups", "offsets", "axes", "images")
+"""Per-slot records of a ledger, each ``[batch, length]``, ``axes`` with one more dimension."""
 
 Span = tuple[int, int]
 
@@ -123,11 +124,17 @@ class Ledger:
         groups: int64 ``[batch, length]``; 0 for cells that saw everything before them, ``g > 0`` for cells of an
             isolated chunk, which saw only what that chunk had seen.
         offsets: int64 ``[batch, length]``, index of the token in its isolated chunk; 0 for group 0.
+        axes: int64 ``[batch, length, num_axes - 1]``, how far the token's other positions are from its first one, which
+            is in ``positions`` (time, height and width of an image). All axes move alike, so this never changes. Zeros
+            for text; no columns where tokens have one position, or no image was seen.
+        images: int64 ``[batch, length]``, for tokens that stand for an image its number in ``digests``, from 1 on; 0
+            for all others.
         segments: ascending and without gaps, covering every slot.
         fields: in order of definition.
         stale: spans with causes; may overlap.
         chunks: for each group, from 1 on, what its chunk was when it was compiled.
         open_gap: positions left free behind the last token, where the end was removed without closing the gap.
+        digests: content of each image, as text.
     """
 
     ids: Tensor
@@ -136,17 +143,20 @@ class Ledger:
     valid: Tensor
     groups: Tensor
     offsets: Tensor
+    axes: Tensor
+    images: Tensor
     segments: tuple[Segment, ...] = ()
     fields: tuple[Field, ...] = ()
     stale: tuple[Stale, ...] = ()
     chunks: tuple[Isolated, ...] = ()
     open_gap: int = 0
+    digests: tuple[str, ...] = ()
 
     @classmethod
     def empty(cls, batch: int = 1) -> Ledger:
         """A ledger without slots."""
         none = torch.empty((batch, 0), dtype=torch.int64)
-        return cls(none, none, none, none.bool(), none, none)
+        return cls(none, none, none, none.bool(), none, none, none[..., None][..., :0], none)
 
     def __len__(self) -> int:
         return int(self.ids.shape[1])
@@ -163,12 +173,26 @@ class Ledger:
 
     def same(self, other: Ledger) -> bool:
         """Whether both record exactly the same."""
-        values = ("segments", "fields", "stale", "chunks", "open_gap")
+        values = ("segments", "fields", "stale", "chunks", "open_gap", "digests")
         return all(torch.equal(getattr(self, t), getattr(other, t)) for t in TENSORS) and all(
             getattr(self, v) == getattr(other, v) for v in values
         )
 
     # -- looking up
+
+    @property
+    def reach(self) -> Tensor:
+        """int64 ``[batch, length]``: the largest position of each token over all axes."""
+        return self.positions + furthest(self.axes)
+
+    def image_at(self, row: int, slot: int) -> str:
+        """The digest of the image that a token stands for, or an empty text."""
+        number = int(self.images[row, slot])
+        return self.digests[number - 1] if number else ""
+
+    def places(self, slots: slice | Tensor) -> Tensor:
+        """``position_ids`` of slots: int64 ``[batch, n]``, or ``[num_axes, batch, n]`` where axes differ."""
+        return every_axis(self.positions[:, slots], self.axes[:, slots])
 
     def next_positions(self, valid: Tensor) -> Tensor:
         """Positions for new tokens: one after the largest position of the row, padding not counted.
@@ -181,7 +205,7 @@ class Ledger:
         """
         last = torch.full((self.batch, 1), -1, dtype=torch.int64)
         if len(self):
-            last = self.positions.masked_fill(~self.valid, -1).amax(dim=1, keepdim=True)
+            last = self.reach.masked_fill(~self.valid, -1).amax(dim=1, keepdim=True)
         last = last + self.open_gap
         return (last + valid.long().cumsum(dim=1)).masked_fill(~valid, 0)
 
@@ -235,6 +259,9 @@ class Ledger:
         sources: Tensor | None = None,
         group: int = 0,
         offset: int = 0,
+        axes: Tensor | None = None,
+        images: Tensor | None = None,
+        digests: Sequence[str] = (),
     ) -> Ledger:
         """With new slots at the end.
 
@@ -243,6 +270,8 @@ class Ledger:
 
         Args:
             group, offset: for cells of an isolated chunk, its number and the index of the first token in it.
+            axes: as recorded; zeros by default.
+            images, digests: for tokens that stand for an image, its number in ``digests``; none by default.
         """
         start, count = len(self), ids.shape[1]
         segments = self.segments
@@ -253,21 +282,19 @@ class Ledger:
         elif count:
             name = segment.name or self.free_name(segment.origin)
             segments = (*segments, replace(segment, name=name, start=start, stop=start + count))
+        images = torch.zeros_like(ids) if images is None else images
         return replace(
             self,
+            axes=join_axes([self.axes, ids.new_zeros((*ids.shape, 0)) if axes is None else axes]),
+            images=torch.cat((self.images, renumbered(images, len(self.digests))), dim=1),
+            digests=(*self.digests, *digests),
             ids=torch.cat((self.ids, ids), dim=1),
             positions=torch.cat((self.positions, positions), dim=1),
             sources=torch.cat((self.sources, positions if sources is None else sources), dim=1),
             valid=torch.cat((self.valid, valid), dim=1),
             open_gap=0 if count else self.open_gap,
             groups=torch.cat((self.groups, torch.full_like(ids, group)), dim=1),
-            offsets=torch.cat(
-                (
-                    self.offsets,
-                    (torch.arange(count) + offset if group else torch.zeros(count)).expand(ids.shape).long(),
-                ),
-                dim=1,
-            ),
+            offsets=torch.cat((self.offsets, ((torch.arange(count) + offset) * bool(group)).expand(ids.shape)), dim=1),
             segments=segments,
         )
 

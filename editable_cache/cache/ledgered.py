@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
 
-from editable_cache.adapters import WeightsState, host, same_weights, weights_state
-from editable_cache.cache.layer import EditableLayer, LayerState
+from editable_cache.adapters import WeightsState, same_weights, weights_state
+from editable_cache.adapters.wrappers import inner_model
 from editable_cache.cache.ledger import UNKNOWN, Ledger, Segment
 from editable_cache.cache.passage import Passage, require_own
+from editable_cache.cache.stored import Contents, StoredCache
+from editable_cache.cache.twins import editable_twin
 from editable_cache.cache.undo import Undo
 from editable_cache.cache.watch import watch
-from editable_cache.errors import BusyError, CompatibilityError, LedgerError, SpanError, UnsupportedModelError
+from editable_cache.errors import BusyError, CompatibilityError, LedgerError, SpanError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 class Snapshot(NamedTuple):
     """A state of the cache by reference: storage shared from now on, the ledger, and what was not fed yet."""
 
-    layers: tuple[LayerState, ...]
+    contents: Contents
     ledger: Ledger
     unfed: Tensor | None
     computed_by: WeightsState | None
 
 
-class LedgeredCache(DynamicCache):
+class LedgeredCache(StoredCache):
     """Storage, ledger and the checks at each entry.
 
     Args:
@@ -53,12 +54,9 @@ class LedgeredCache(DynamicCache):
     """
 
     def __init__(self, model: nn.Module | None = None, *, config: Any = None) -> None:
+        model = None if model is None else inner_model(model)
         config = config if config is not None or model is None else model.config
         super().__init__(config=config)
-        if config is None:
-            self.layer_class_to_replicate = EditableLayer
-        else:
-            self.layers = [EditableLayer() if host.is_plain(layer) else layer for layer in self.layers]
         self.model = model
         self.ledger = Ledger.empty()
         self.activity: str | None = None
@@ -72,14 +70,11 @@ class LedgeredCache(DynamicCache):
 
     # -- transformers' contract
 
-    def __len__(self) -> int:
-        return len(self.layers)
-
     def reset(self) -> None:
         """Forget everything; the model stays attached."""
         self.require_idle("reset")
         super().reset()  # type: ignore[no-untyped-call]
-        self.ledger, self.unfed = Ledger.empty(), None
+        self.ledger, self.unfed, self.marks, self.dirty = Ledger.empty(), None, {}, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove ``-tokens_to_remove`` tokens from the end (a number <= 0, as in transformers).
@@ -95,15 +90,34 @@ class LedgeredCache(DynamicCache):
                 f"crop(-{tokens_to_remove}) to remove {tokens_to_remove} tokens from the end."
             )
         self.adopt()
-        super().crop(tokens_to_remove)
+        length = max(len(self.ledger) + tokens_to_remove, 0)
+        if self.state_layers and length < len(self.ledger):
+            self.rewind(length)
+        else:
+            super().crop(tokens_to_remove)
+            self.ledger = self.ledger.truncated(length)
         self.unfed = None if tokens_to_remove else self.unfed
-        self.ledger = self.ledger.truncated(max(len(self.ledger) + tokens_to_remove, 0))
+
+    def rewind(self, length: int) -> None:
+        """Go back to the first ``length`` tokens where recurrent layers can't be cut by token.
+
+        Raises:
+            LedgerError: if no state was kept at that token; a cache with a model computes it again instead.
+        """
+        if length and length not in self.marks:
+            raise LedgerError(
+                f"crop: expected a number of tokens at which the recurrent state was kept, {[0, *sorted(self.marks)]}, "
+                f"got {length}; make the cache with its model (EditableCache(model)), and it computes the rest again."
+            )
+        self.go_back(length)
+        self.ledger = self.ledger.truncated(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Pick rows of the batch, as beam search does."""
         self._require_still("reorder_cache")
         self.adopt()
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # not by batch_select_indices, which leaves recurrent state where it is
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self.marks_of_rows(beam_idx)
         self.ledger = self.ledger.rows(beam_idx.cpu())
         self.unfed = None if self.unfed is None else self.unfed[beam_idx.cpu()]
 
@@ -117,6 +131,7 @@ class LedgeredCache(DynamicCache):
         self._require_still("batch_select_indices")
         self.adopt()
         super().batch_select_indices(indices)
+        self.marks_of_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
         self.ledger = self.ledger.rows(indices.cpu())
         self.unfed = None if self.unfed is None else self.unfed[indices.cpu()]
 
@@ -129,13 +144,8 @@ class LedgeredCache(DynamicCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> LedgeredCache:
         """A copy that shares no storage, detached from autograd, attached to the same model."""
         self.require_idle("deepcopy")
-        twin = self._empty_twin()
-        for mine, theirs in zip(self.layers, twin.layers, strict=True):
-            if not isinstance(mine, EditableLayer) or not isinstance(theirs, EditableLayer):
-                theirs.__dict__.update(copy.deepcopy(mine.__dict__, memo))
-            elif mine.length:
-                theirs.append({name: tensor.detach() for name, tensor in mine.view().items()})
-                theirs.pristine = {name: tensor.clone() for name, tensor in mine.pristine.items()}
+        twin = self.empty_twin()
+        self.copy_contents_to(twin, memo)
         twin.ledger, twin.unfed, twin.computed_by = self.ledger, self.unfed, self.computed_by
         return twin
 
@@ -147,16 +157,6 @@ class LedgeredCache(DynamicCache):
 
     # -- state
 
-    @property
-    def editable_layers(self) -> list[EditableLayer]:
-        """The layers with per-token cells that this library can edit."""
-        return [layer for layer in self.layers if isinstance(layer, EditableLayer)]
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Dtype of the stored cells, or None while there are none."""
-        return next((layer.dtype for layer in self.editable_layers if layer.is_initialized), None)
-
     def snapshot(self) -> Snapshot:
         """The present state in O(1): storage is shared until one side writes.
 
@@ -165,18 +165,12 @@ class LedgeredCache(DynamicCache):
         """
         self.adopt()
         self.require_editable("snapshot")
-        return Snapshot(
-            tuple(layer.share() for layer in self.editable_layers), self.ledger, self.unfed, self.computed_by
-        )
+        return Snapshot(self.contents(), self.ledger, self.unfed, self.computed_by)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to ``snapshot``; it stays valid."""
         self.require_idle("restore")
-        layers = self.editable_layers
-        for layer, state in zip(layers, snapshot.layers, strict=False):
-            layer.set_state(state)
-        for layer in layers[len(snapshot.layers) :]:  # made by a first forward after the snapshot
-            layer.reset()
+        self.set_contents(snapshot.contents)
         self.ledger, self.unfed, self.computed_by = snapshot.ledger, snapshot.unfed, snapshot.computed_by
 
     def fork(self) -> Self:
@@ -185,7 +179,7 @@ class LedgeredCache(DynamicCache):
         Segments, fields and positions go along; checkpoints do not.
         """
         self.require_idle("fork")
-        snapshot, twin = self.snapshot(), self._empty_twin()
+        snapshot, twin = self.snapshot(), self.empty_twin()
         twin.restore(snapshot)
         return twin
 
@@ -205,22 +199,6 @@ class LedgeredCache(DynamicCache):
             raise SpanError(f"rollback: unknown checkpoint {name!r}; this cache has {list(self._checkpoints)}.")
         self.restore(self._checkpoints[name])
 
-    def require_editable(self, operation: str) -> None:
-        """Refuse ``operation`` where a layer holds something else than per-token keys and values.
-
-        Raises:
-            UnsupportedModelError: naming the layers.
-        """
-        foreign = {
-            i: type(layer).__name__ for i, layer in enumerate(self.layers) if not isinstance(layer, EditableLayer)
-        }
-        if foreign:
-            raise UnsupportedModelError(
-                f"{operation}: expected per-token keys and values in every layer, got {foreign}. This cache still "
-                "works as a plain transformers cache: append by running the model, and recompute from the start "
-                "after an edit."
-            )
-
     def require_idle(self, operation: str) -> None:
         """Refuse ``operation`` while a forward or another operation uses the cache.
 
@@ -233,11 +211,6 @@ class LedgeredCache(DynamicCache):
                 f"{operation}: the cache is in use by {running}; wait until it returns, or work on a fork made "
                 "before. If a forward was interrupted from the keyboard, call cache.recover()."
             )
-
-    @property
-    def has_foreign_layers(self) -> bool:
-        """Whether a layer holds something else than per-token cells, which nothing here can take back."""
-        return len(self.editable_layers) != len(self.layers)
 
     @property
     def _is_moving(self) -> bool:
@@ -282,13 +255,19 @@ class LedgeredCache(DynamicCache):
         """
         if self._is_moving:
             return  # layers run ahead of the ledger until the forward or operation ends
-        lengths = {layer.get_seq_length() for layer in self.editable_layers if layer.is_initialized}
+        counting = [*self.editable_layers, *self.kept_layers]
+        lengths = {layer.get_seq_length() for layer in counting if layer.is_initialized}
         if len(lengths) > 1:
             raise LedgerError(
                 f"The layers hold different numbers of tokens: {sorted(lengths)}. Every layer must be filled or "
                 "cropped alike; call cache.reset() and start again."
             )
         length = lengths.pop() if lengths else (0 if self.editable_layers else len(self.ledger))
+        if self.state_layers and 0 < length < len(self.ledger):
+            raise LedgerError(
+                f"Keys and values of {length} tokens stand beside a recurrent state of {len(self.ledger)}: a layer was "
+                "cropped by hand. Crop the whole cache with cache.crop(), or call cache.reset() and start again."
+            )
         if length < len(self.ledger):
             self.ledger = self.ledger.truncated(length)
         batch = self._stored_batch()
@@ -314,8 +293,8 @@ class LedgeredCache(DynamicCache):
         self.require_idle(name)
         self.adopt()
         ledger, layers, unfed = self.ledger, list(self.layers), self.unfed
-        foreign = [(layer, copy.deepcopy(layer.__dict__)) for layer in layers if not isinstance(layer, EditableLayer)]
-        undo = Undo(self.editable_layers)
+        foreign = [(layer, copy.deepcopy(layer.__dict__)) for layer in self.foreign_layers()]
+        undo, marks = Undo(self.editable_layers, self.state_layers), dict(self.marks)
         self.activity = name
         try:
             with torch.no_grad():
@@ -326,7 +305,7 @@ class LedgeredCache(DynamicCache):
                 layer.__dict__.clear()
                 layer.__dict__.update(state)
             self.layers[:] = layers
-            self.ledger, self.unfed = ledger, unfed
+            self.ledger, self.unfed, self.marks, self.dirty = ledger, unfed, marks, None
             raise
         finally:
             undo.detach()
@@ -334,7 +313,7 @@ class LedgeredCache(DynamicCache):
             self.activity = None
 
     @contextmanager
-    def generating(self, model: nn.Module, ids: Any, mask: Any, *, own_positions: bool) -> Iterator[None]:
+    def generating(self, model: nn.Module, ids: Any, mask: Any, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Check a prompt and hold the cache for the time of one ``generate``.
 
         Raises:
@@ -342,14 +321,14 @@ class LedgeredCache(DynamicCache):
             BusyError: if the cache is in use.
         """
         if self.model is None:
-            yield
+            yield arguments
             return
         self.require_idle("generate")
         require_own(self, model)
         self.adopt()
         self.require_same_weights("generate")
-        with self._passage.generating(self, ids, mask, own_positions=own_positions):
-            yield
+        with self._passage.generating(self, ids, mask, arguments) as completed:
+            yield completed
 
     def note_returned(self, sequences: Any) -> None:
         """Remember what a ``generate`` returned and did not feed: sequences ``[batch, length]``."""
@@ -381,9 +360,10 @@ class LedgeredCache(DynamicCache):
         for layer in self.editable_layers:
             if layer.is_initialized and layer.length:
                 return int(next(iter(layer.view().values())).shape[0])
-        return None
+        return next((layer.num_rows for layer in self.kept_layers if layer.num_rows is not None), None)
 
-    def _empty_twin(self) -> Self:
+    def empty_twin(self) -> Self:
+        """An empty cache of the same kind, model and layout."""
         twin = type(self).__new__(type(self))
         twin._init_like(self)
         return twin
@@ -393,6 +373,7 @@ class LedgeredCache(DynamicCache):
         LedgeredCache.__init__(self, other.model)
         if other.model is None:
             self.layer_class_to_replicate = other.layer_class_to_replicate
-            self.layers = [
-                type(layer)() if isinstance(layer, EditableLayer) else copy.copy(layer) for layer in other.layers
-            ]
+            self.layers = []
+        self.layers += [
+            editable_twin(layer) for layer in other.layers[len(self.layers) :]
+        ]  # a model may have added some

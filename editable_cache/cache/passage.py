@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from editable_cache.adapters import measured
 from editable_cache.cache import entry
 from editable_cache.cache.ledger import Ledger, Segment
+from editable_cache.cache.sight import Opening, open_generate
 from editable_cache.cache.undo import Undo
-from editable_cache.errors import LedgerError
+from editable_cache.errors import LedgerError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from editable_cache.cache.ledgered import LedgeredCache
@@ -37,7 +39,7 @@ class Passage:
         self._library_next = False  # the next forward is the library's own
         self._library_runs = False
         self._refused = False  # the hook after a refused forward must not end the one that is running
-        self._own_positions = False
+        self._opening: Opening | None = None
         self._prompt: Tensor | None = None  # of a generate that was given the whole sequence
         self._again: Ledger | None = None  # up to the end of a prompt that the cache covers: its last token runs again
         self._steps = 0
@@ -62,35 +64,47 @@ class Passage:
             self._library_next = self._library_runs = False
 
     @contextmanager
-    def generating(self, cache: LedgeredCache, ids: Any, mask: Any, *, own_positions: bool) -> Iterator[None]:
+    def generating(
+        self, cache: LedgeredCache, ids: Any, mask: Any, arguments: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
         """Check a prompt and hold the cache for the time of one ``generate``; on an exception all of it is taken back.
 
+        Yields:
+            The arguments to call it with: images that the cache covers are left out.
+
         Raises:
-            LedgerError: if the prompt is not a continuation of the cache.
+            LedgerError: if the prompt is not a continuation of the cache, or has other images.
         """
         self._prompt, self._again = None, None
         ledger, unfed, prompt = cache.ledger, cache.unfed, None
         if isinstance(ids, Tensor) and len(cache.ledger):
             entry.check_batch(cache.ledger, ids.shape[0])
             prompt = entry.check_prompt(cache.ledger, ids, mask if isinstance(mask, Tensor) else None)
-        undo = Undo([] if cache.has_foreign_layers else cache.editable_layers)
+        opening = Opening(arguments, None, 0, own_positions=arguments.get("position_ids") is None)
+        if isinstance(ids, Tensor) and cache.model is not None:
+            keep = 0 if prompt is None else prompt.keep
+            whole = prompt is None or prompt.length is not None
+            opening = open_generate(cache.model, cache.ledger, ids, arguments, keep, whole=whole)
+        cache.mark(len(cache.ledger))
+        marks = dict(cache.marks)
+        undo = Undo(*([], []) if cache.has_foreign_layers else (cache.editable_layers, cache.state_layers))
         if prompt is not None:
             if prompt.keep < min(len(cache.ledger), ids.shape[1]):
                 self._again = cache.ledger.truncated(ids.shape[1])
             cache.crop(prompt.keep - len(cache.ledger))
             self._prompt = ids.detach().cpu() if prompt.length is not None else None
-        cache.activity, self._own_positions, self._steps = "generate", own_positions, 0
+        cache.activity, self._opening, self._steps = "generate", opening, 0
         try:
-            yield
+            yield opening.arguments
         except BaseException:
             self.abandon(cache)
             if not cache.has_foreign_layers:
                 undo.restore()
-                cache.ledger, cache.unfed = ledger, unfed
+                cache.ledger, cache.unfed, cache.marks = ledger, unfed, marks
             raise
         finally:
             undo.detach()
-            cache.activity, self._again = None, None
+            cache.activity, self._again, self._opening = None, None, None
 
     def begin(self, cache: LedgeredCache, arguments: dict[str, Any]) -> dict[str, Any]:
         """Check and complete the arguments of a forward.
@@ -113,10 +127,11 @@ class Passage:
             cache.require_same_weights("forward")
         # within generate, the whole of it is taken back
         alone = not generating or cache.has_foreign_layers
-        undo, ledger = Undo(cache.editable_layers if alone else []), cache.ledger
+        undo, ledger = Undo(*(cache.editable_layers, cache.state_layers) if alone else ([], [])), cache.ledger
         first = generating and not self._steps
         try:
             if given is not None:
+                require_steps(cache, int(given.shape[1]))
                 repeats = entry.check_batch(cache.ledger, given.shape[0])
                 if repeats > 1:
                     cache.batch_repeat_interleave(repeats)
@@ -125,9 +140,11 @@ class Passage:
             checked = entry.prepare(
                 cache.ledger,
                 arguments,
-                own_positions=self._own_positions and generating,
+                own_positions=self._opening is not None and self._opening.own_positions,
                 prompt_length=self._prompt.shape[1] if first and self._prompt is not None else None,
                 again=self._again if first else None,
+                model=cache.model,
+                opening=self._opening,
             )
             if generating and self._prompt is not None:
                 entry.check_continuation(cache.ledger, checked.ids, self._prompt)
@@ -184,8 +201,27 @@ class Passage:
         ids, positions, valid = checked.ids[:, first:], checked.positions[:, first:], checked.valid[:, first:]
         if not ids.shape[1]:
             return ledger
+        axes, images = checked.axes[:, first:], checked.images[:, first:]
         origin = "generated" if cache.activity == "generate" and self._steps else "prefilled"
-        return ledger.extended(ids, positions, valid, Segment("", 0, 0, origin, grows=True))
+        segment = Segment("", 0, 0, origin, grows=True)
+        return ledger.extended(ids, positions, valid, segment, axes=axes, images=images, digests=checked.digests)
+
+
+def require_steps(cache: LedgeredCache, count: int) -> None:
+    """Refuse a forward of more tokens than the model continues a recurrent state with rightly.
+
+    Raises:
+        UnsupportedModelError: with the number that it can take.
+    """
+    if not cache.state_layers or not len(cache.ledger) or count <= 1 or cache.model is None:
+        return
+    most = measured(cache.model).step_tokens
+    if most is not None and count > most:
+        raise UnsupportedModelError(
+            f"forward: this {type(cache.model).__name__} continues a recurrent state wrongly when it is fed {count} "
+            f"tokens at once (measured; {most} at a time is right). Feed them with cache.append(text), which goes step "
+            "by step, and generate from cache.inputs(); or pass prefill_chunk_size=1 to generate."
+        )
 
 
 def require_own(cache: LedgeredCache, model: nn.Module) -> None:

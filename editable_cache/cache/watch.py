@@ -3,6 +3,8 @@
 Two forward hooks and a wrapper around ``generate`` are installed on a model when its first cache is made and removed
 when its last one is gone. The wrapper is needed because ``generate`` cuts the prompt to the part that the cache does
 not cover before any hook can see it: a cache of other tokens with the same length would pass unnoticed.
+
+A compiled model runs the hooks, but never traces what they do: it breaks its graph there.
 """
 
 from __future__ import annotations
@@ -11,16 +13,21 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from editable_cache.adapters import host
+from editable_cache.adapters.wrappers import refuse_per_call_adapters
 from editable_cache.errors import LedgerError
 
 if TYPE_CHECKING:
     from editable_cache.cache.ledgered import LedgeredCache
+
+_untraced: dict[str, Callable[..., Any]] = {}
+"""What the hooks do, kept out of ``torch.compile``; made when the first model is watched, since that loads dynamo."""
 
 _watches: weakref.WeakKeyDictionary[nn.Module, _Watch] = weakref.WeakKeyDictionary()
 
@@ -43,6 +50,9 @@ class _Watch:
         self._model = weakref.ref(model)
         self._caches = 0
         _remove_copied_hooks(model)
+        if not _untraced:
+            disable: Any = torch.compiler.disable
+            _untraced.update(begin=disable(_begin), end=disable(_end))
         self._handles = [
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
@@ -112,8 +122,8 @@ class _WatchedGenerate:
         kwargs = host.with_own_name(model, kwargs)
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         mask = kwargs.get("attention_mask")
-        with cache.generating(model, ids, mask, own_positions="position_ids" not in kwargs):
-            output = original(*args, **kwargs)
+        with cache.generating(model, ids, mask, kwargs) as completed:
+            output = original(*args, **completed)
         cache.note_returned(getattr(output, "sequences", output))
         return output
 
@@ -138,14 +148,33 @@ def _is_ledgered(cache: Any) -> bool:
 def _before_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    begin: Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None] = _untraced.get("begin", _begin)
+    return begin(module, args, kwargs)
+
+
+def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    end: Callable[..., None] = _untraced.get("end", _end)
+    end(kwargs, output is not None)
+
+
+def _begin(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     arguments = host.bind(module, args, kwargs)
     cache = host.cache_in(arguments)
     if not _is_ledgered(cache):
         return None
+    given = [arguments[name] for name in host.CACHE_NAMES if arguments.get(name) is not None]
+    if any(other is not cache for other in given):
+        raise LedgerError(
+            f"forward: expected one cache, got a {' and a '.join(type(one).__name__ for one in given)}: whoever calls "
+            "the model (PEFT's prefix tuning does) adds its own. Run the base model with this cache."
+        )
+    refuse_per_call_adapters(module)
     return (), host.with_own_name(module, cache.begin_forward(module, arguments))
 
 
-def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _end(kwargs: dict[str, Any], succeeded: bool) -> None:
     cache = host.cache_in(kwargs)
     if _is_ledgered(cache):
-        cache.end_forward(succeeded=output is not None)
+        cache.end_forward(succeeded=succeeded)

@@ -1,5 +1,8 @@
 """The traveller: cells of a token span with everything needed to seat them elsewhere."""
 
-from editable_cache.chunk.kv_chunk import KVChunk, LayerStates, Provenance
+from editable_cache.chunk.compressed import Compressed
+from editable_cache.chunk.kv_chunk import ImageSpan, KVChunk, LayerStates, Provenance
+from editable_cache.chunk.recurrence import Recurrence
+from editable_cache.chunk.transition import Transition
 
-__all__ = ["KVChunk", "LayerStates", "Provenance"]
+__all__ = ["Compressed", "ImageSpan", "KVChunk", "LayerStates", "Provenance", "Recurrence", "Transition"]

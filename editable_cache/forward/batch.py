@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from editable_cache.cache import Ledger, LedgeredCache, Segment
+from editable_cache.cache.axes import join_axes, renumbered
 from editable_cache.cache.layer import EditableLayer
 from editable_cache.cache.ledger import TENSORS, Isolated
+from editable_cache.cache.stored import States
 from editable_cache.errors import SpanError
 
 
@@ -48,27 +50,39 @@ def stack(into: LedgeredCache, caches: Sequence[LedgeredCache]) -> None:
     longest = max(len(cache.ledger) for cache in caches)
     for layer_idx, layer in enumerate(into.editable_layers):
         layers = [cache.editable_layers[layer_idx] for cache in caches]
+        if not layers[0].is_initialized:
+            continue
         layer.append(_joined([one.view() for one in layers], longest))
         if any(one.pristine for one in layers):
             names = {name for one in layers for name in one.pristine}
             layer.pristine = _joined([{name: one.full_pristine(name) for name in names} for one in layers], longest)
+    into.set_states(_joined_states([cache.states() for cache in caches]))
+    backs = [{len(cache.ledger) - slot: states for slot, states in cache.marks.items()} for cache in caches]
+    for back in set.intersection(*map(set, backs)):
+        into.marks[longest - back] = _joined_states([one[back] for one in backs])
     chunks: list[Isolated] = []
+    digests: list[str] = []
     columns: dict[str, list[Tensor]] = {name: [] for name in TENSORS}
     for cache in caches:
         ledger = replace(
-            cache.ledger, groups=torch.where(cache.ledger.groups > 0, cache.ledger.groups + len(chunks), 0)
+            cache.ledger,
+            groups=renumbered(cache.ledger.groups, len(chunks)),
+            images=renumbered(cache.ledger.images, len(digests)),
         )
         chunks.extend(ledger.chunks)
+        digests.extend(ledger.digests)
         for name in TENSORS:
             column = getattr(ledger, name)
-            padding = column.new_zeros((ledger.batch, longest - len(ledger)))
+            padding = column.new_zeros((ledger.batch, longest - len(ledger), *column.shape[2:]))
             columns[name].append(torch.cat((padding, column), dim=1))
     stale = tuple(
         replace(s, start=s.start + longest - len(cache.ledger), stop=s.stop + longest - len(cache.ledger))
         for cache in caches
         for s in cache.ledger.stale
     )
-    tensors = {name: torch.cat(column) for name, column in columns.items()}
+    tensors = {
+        name: join_axes(column, dim=0) if name == "axes" else torch.cat(column) for name, column in columns.items()
+    }
     segments = (Segment("stacked", 0, longest, "prefilled", note=f"{len(caches)} caches"),)
     into.ledger = replace(
         Ledger.empty(),
@@ -76,6 +90,7 @@ def stack(into: LedgeredCache, caches: Sequence[LedgeredCache]) -> None:
         segments=segments,
         stale=tuple(dict.fromkeys(stale)),
         chunks=tuple(chunks),
+        digests=tuple(digests),
         open_gap=gaps.pop(),
     )
 
@@ -88,7 +103,9 @@ def take_row(into: LedgeredCache, cache: LedgeredCache, row: int) -> None:
     into.computed_by = cache.computed_by
     kept = ledger.valid[0].nonzero()[:, 0]
     for mine, theirs in zip(into.editable_layers, cache.editable_layers, strict=True):
-        _copy_slots(mine, theirs, row, kept)
+        if theirs.is_initialized:
+            _copy_slots(mine, theirs, row, kept)
+    _take_states(into, cache, row, padding=len(ledger) - len(kept))
     tensors = {name: getattr(ledger, name)[:, kept] for name in TENSORS}
     if len(kept) == len(ledger):
         into.ledger = ledger
@@ -102,8 +119,25 @@ def take_row(into: LedgeredCache, cache: LedgeredCache, row: int) -> None:
         segments=(segment,),
         stale=tuple(s for s in stale if s.start < s.stop),
         chunks=ledger.chunks,
+        digests=ledger.digests,
         open_gap=ledger.open_gap,
     )
+
+
+def _take_states(into: LedgeredCache, cache: LedgeredCache, row: int, *, padding: int) -> None:
+    """Give ``into`` the recurrent states of one row, and earlier ones behind all of its padding."""
+    rows, valid = torch.tensor([row]), cache.ledger.valid[row]
+    into.set_states(tuple(value.rows(rows) for value in cache.states()))
+    into.marks = {
+        slot - padding: tuple(value.rows(rows) for value in states)
+        for slot, states in cache.marks.items()
+        if slot > padding and bool(valid[slot:].all())
+    }
+
+
+def _joined_states(rows: Sequence[States]) -> States:
+    """The states of all rows."""
+    return tuple(layer[0].joined(layer) for layer in zip(*rows, strict=True))
 
 
 def _copy_slots(mine: EditableLayer, theirs: EditableLayer, row: int, kept: Tensor) -> None:

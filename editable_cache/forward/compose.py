@@ -9,15 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from editable_cache.adapters import identify, model_spec, weights_state
-from editable_cache.cache import UNKNOWN, Ledger, LedgeredCache, Segment
-from editable_cache.cache.arrange import Placed, arranged_fields, extend_with_chunk, rearrange
+from editable_cache.adapters import identify, measured, model_spec, weights_state
+from editable_cache.cache import Ledger, LedgeredCache, Segment
+from editable_cache.cache.arrange import (
+    Placed,
+    arranged_fields,
+    extend_with_chunk,
+    rearrange,
+    require_whole_images,
+)
 from editable_cache.cache.pieces import Blank, Keep, Paste
-from editable_cache.chunk import KVChunk, Provenance
-from editable_cache.errors import CompatibilityError, ContextWarning, LedgerError, SpanError
+from editable_cache.chunk import KVChunk
+from editable_cache.errors import CompatibilityError, ContextWarning, SpanError
 from editable_cache.forward import run
 from editable_cache.forward.append import new_name
+from editable_cache.forward.compressed import splice_compressed
+from editable_cache.forward.move import check_blocks, check_reach, check_slots, move, require_moves
 from editable_cache.forward.outcome import Outcome, Tally, operating
+from editable_cache.forward.recurrent import splice_recurrent
 from editable_cache.forward.spans import Where, resolve
 from editable_cache.forward.text import TextOrIds, adds_bos, encode
 from editable_cache.spec import ModelIdentity, compare
@@ -55,22 +64,33 @@ def splice(
         slot = length if at is None else at
         label = new_name(cache.ledger, name or chunk.name, "spliced")
         segment = Segment(label, 0, 0, "spliced", note=str(chunk.provenance))
-        seam = min(seam_tokens, len(chunk))
+        seam = min(seam_tokens, len(chunk), *(image.start for image in chunk.images))
         if not len(chunk):
             tally.notes.append("empty chunk: nothing to splice")
         elif slot == length:
-            positions = _positions_at_end(cache.ledger, len(chunk), position)
-            run.check_limit(model, int(positions.max()), "splice")
+            positions = _positions_at_end(cache.ledger, chunk, position)
+            run.check_limit(model, int(positions.min()) + chunk.extent - 1, "splice")
+            check_reach(spec, torch.cat((positions.flatten(), chunk.position_ids)), "splice")
+            check_blocks(spec, chunk, slot, "splice")
             _warn_about_bos(tokenizer, chunk, slot)
-            if seam:
+            if spec.compressed is not None:
+                seam = splice_compressed(cache, spec, chunk, positions, segment, seam_tokens)
+            elif cache.state_layers:
+                _check_recurrence(chunk, seam_tokens)
+                seam = splice_recurrent(cache, spec, chunk, positions, segment)
+            elif seam:
                 ids = chunk.token_ids[None, :seam].expand(cache.ledger.batch, -1)
-                run.extend(cache, ids, segment, positions=positions[:, :seam])
-            if seam < len(chunk):
+                axes = None if chunk.axes is None else chunk.axes[None, :seam].expand(cache.ledger.batch, -1, -1)
+                run.extend(cache, ids, segment, positions=positions[:, :seam], axes=axes)
+            if seam < len(chunk) and not cache.state_layers:
                 extend_with_chunk(cache, spec, chunk, seam, positions[:, seam:], segment)
+            check_slots(spec, cache.ledger, "splice")
         else:
             _warn_about_bos(tokenizer, chunk, slot)
             _warn_about_pushed_bos(tokenizer, cache.ledger, slot)
-            run.spec_for_masks(model, "splice in the middle")
+            cache.require_cells_only("splice in the middle", "splice at the end, or insert(chunk.token_ids, at)")
+            check_blocks(spec, chunk, slot, "splice")
+            run.require_masks(cache, "splice in the middle")
             insert_piece(cache, tally, slot, Placed(Paste(chunk), segment), f"insertion of {segment.name!r}")
             run.recompute_slots(cache, torch.arange(slot, slot + seam))
         if chunk.provenance.note and seam < len(chunk):  # a mixture: no forward of these ids would give such cells
@@ -82,15 +102,28 @@ def splice(
     return tally.done()
 
 
+def _check_recurrence(chunk: KVChunk, seam_tokens: int) -> None:
+    """Refuse a chunk that does not say what it does to recurrent layers, or a seam that it was not compiled for."""
+    if chunk.recurrence is None:
+        raise CompatibilityError(
+            f"splice: this model has recurrent layers, and {chunk!r} does not say what it does to them; compile it "
+            "with Skill.precompile."
+        )
+    if seam_tokens > chunk.recurrence.head:
+        raise SpanError(
+            f"splice: expected seam_tokens up to {chunk.recurrence.head}, the tokens that this chunk was compiled to "
+            f"run live at its start, got {seam_tokens}; compile it with head_tokens={seam_tokens}."
+        )
+
+
 def insert(cache: LedgeredCache, tokenizer: Any, content: TextOrIds, at: int, *, name: str | None = None) -> Outcome:
     """Compute new text in the middle; see ``EditableCache.insert``."""
-    model = run.require_model(cache, "insert")
     with operating(cache, "insert") as tally:
         length = len(cache.ledger)
         if not 0 <= at <= length:
             raise SpanError(f"insert: expected at= a slot in [0, {length}], got {at}.")
         ids = encode(tokenizer, content, first=at == 0)
-        run.check_ids(model, ids, "insert")
+        run.check_ids(run.require_model(cache, "insert"), ids, "insert")
         if not len(ids):
             tally.notes.append("empty text: nothing to insert")
         else:
@@ -98,13 +131,13 @@ def insert(cache: LedgeredCache, tokenizer: Any, content: TextOrIds, at: int, *,
             if at == length:
                 tally.computed += run.feed_unfed(cache)
                 run.extend(cache, ids[None].expand(cache.ledger.batch, -1), segment)
+                tally.computed += len(ids)
             else:
                 _warn_about_pushed_bos(tokenizer, cache.ledger, at)
-                run.spec_for_masks(model, "insert")
+                run.require_masks(cache, "insert")
                 insert_piece(cache, tally, at, Placed(Blank(ids[None]), segment), f"insertion of {segment.name!r}")
-                run.recompute_slots(cache, torch.arange(at, at + len(ids)))
+                tally.computed += run.recompute_slots(cache, torch.arange(at, at + len(ids)))
             tally.segment = segment.name
-            tally.computed += len(ids)
     return tally.done()
 
 
@@ -131,15 +164,19 @@ def remove_span(cache: LedgeredCache, tally: Tally, start: int, stop: int, *, cl
     pieces = [Placed(Keep(*span)) for span in ((0, start), (stop, length)) if span[0] < span[1]]
     later = ledger.positions[:, stop:]
     if close_gap and stop < length:
-        gone = ledger.valid[:, start:stop].sum(dim=1, keepdim=True)
+        gone = _freed(ledger, start, stop)
         later = (later - gone).masked_fill(~ledger.valid[:, stop:], 0)
         tally.moved += length - stop
     positions = torch.cat((ledger.positions[:, :start], later), dim=1)
     if stop == length:
+        require_whole_images(ledger, [Keep(0, start)])
         cache.unfed = None  # it came behind what goes
         fields = arranged_fields(ledger.fields, [Keep(0, start)])
-        for layer in cache.editable_layers:
-            layer.truncate(start)
+        if cache.state_layers:
+            cache.touch(start)
+        else:
+            for layer in cache.editable_layers:
+                layer.truncate(start)
         cache.ledger = ledger.truncated(start).with_fields(fields)
         if not close_gap:
             new = torch.ones((ledger.batch, 1), dtype=torch.bool)
@@ -147,11 +184,37 @@ def remove_span(cache: LedgeredCache, tally: Tally, start: int, stop: int, *, cl
             if len(gaps) > 1:
                 raise SpanError("remove: expected a gap of one width in every row, got several; unstack() first.")
             cache.ledger = replace(cache.ledger, open_gap=int(gaps))
+            _check_gap(cache)
     else:
-        moved = close_gap or any(layer.pristine for layer in cache.editable_layers)
-        rearrange(cache, _spec(cache, "remove") if moved else None, pieces, positions)
+        if close_gap or any(layer.pristine for layer in cache.editable_layers):
+            move(cache, "remove", pieces, positions)
+        else:
+            rearrange(cache, None, pieces, positions)
+            _check_gap(cache)
         cache.ledger = cache.ledger.marked_stale(
             [(start, length - stop + start)], f"removal of {' and '.join(map(repr, names))}"
+        )
+
+
+def _freed(ledger: Ledger, start: int, stop: int) -> Tensor:
+    """How many positions each row gets back when slots ``[start, stop)`` go, int64 ``[batch, 1]``.
+
+    As many as tokens; with an image, as far as the next token moves up to the first one that goes.
+    """
+    freed = ledger.valid[:, start:stop].sum(dim=1)
+    for row in (ledger.images[:, start:stop] > 0).any(dim=1).nonzero()[:, 0].tolist():
+        here, behind = ledger.valid[row, start:stop], ledger.valid[row, stop:]
+        if bool(behind.any()):
+            freed[row] = ledger.positions[row, stop:][behind][0] - ledger.positions[row, start:stop][here][0]
+    return freed[:, None]
+
+
+def _check_gap(cache: LedgeredCache) -> None:
+    """Refuse a gap where positions are slots, which have none."""
+    if cache.model is not None and measured(cache.model).positions == "slots":
+        raise SpanError(
+            "remove: the positions of this model are the slots of its cache, so no gap can stay; expected "
+            "close_gap=True."
         )
 
 
@@ -166,68 +229,14 @@ def reposition(cache: LedgeredCache, where: Where, *, to: int | None = None, pos
             raise SpanError(
                 "reposition: expected either to= (a slot) or position= (of the first token), got both or none."
             )
-        spec = _spec(cache, "reposition")
+        require_moves(cache, "reposition")
         if position is not None:
-            _shift_positions(cache, spec, start, stop, position)
+            _shift_positions(cache, start, stop, position)
             tally.moved += stop - start
         else:
             assert to is not None
-            _move_slots(cache, spec, tally, start, stop, to)
+            _move_slots(cache, tally, start, stop, to)
     return tally.done()
-
-
-def extract(cache: LedgeredCache, tokenizer: Any, where: Where, *, name: str | None = None) -> KVChunk:
-    """Cut out a chunk; see ``EditableCache.extract``."""
-    model = run.require_model(cache, "extract")
-    cache.require_idle("extract")
-    cache.adopt()
-    cache.require_editable("extract")
-    cache.require_same_weights("extract")
-    ledger = cache.ledger
-    start, stop = resolve(ledger, where, "extract")
-    if ledger.batch != 1:
-        raise SpanError(f"extract: expected a cache of one row, got {ledger.batch}; take a row with unstack() first.")
-    ids = ledger.ids[0, start:stop]
-    if bool((ids == UNKNOWN).any()):
-        raise LedgerError(
-            f"extract: the ids of slots [{start}, {stop}) are unknown; only tokens that the cache saw can be cut out."
-        )
-    causes = ledger.causes(start, stop)
-    seen = tuple(ledger.ids[0, :start].tolist())
-    isolated = bool((ledger.groups[0, start:stop] != 0).any())
-    whole = _isolated_prefix(ledger, start, stop)
-    if whole is not None:  # a piece of one isolated chunk has seen what that chunk had seen, and nothing else
-        seen, causes, isolated = whole, (), False
-    gaps = not torch.equal(ledger.positions[0, :stop], torch.arange(stop)) and whole is None and bool(seen)
-    note = "; ".join(
-        [
-            *(f"stale: {cause}" for cause in causes),
-            *(["holds cells of an isolated chunk"] if isolated else []),
-            *(["computed at positions with gaps or out of order"] if gaps else []),
-        ]
-    )
-    return KVChunk(
-        layers=tuple(
-            {name: tensor[..., start:stop, :].detach().clone() for name, tensor in layer.view().items()}
-            for layer in cache.editable_layers
-        ),
-        token_ids=ids.clone(),
-        position_ids=ledger.positions[0, start:stop].clone(),
-        model=identify(model, tokenizer),
-        provenance=Provenance("extracted" if seen or note else "precompiled", seen, note),
-        name=name,
-    )
-
-
-def _isolated_prefix(ledger: Ledger, start: int, stop: int) -> tuple[int, ...] | None:
-    """What the cells of a span had seen if all belong to one isolated chunk, in order; else None."""
-    groups, offsets = ledger.groups[0, start:stop], ledger.offsets[0, start:stop]
-    first = int(offsets[0])
-    in_order = torch.equal(offsets, torch.arange(first, first + stop - start))
-    if not int(groups[0]) or bool((groups != groups[0]).any()) or not in_order:
-        return None
-    chunk = ledger.chunks[int(groups[0]) - 1]
-    return (*chunk.prefix_ids, *chunk.ids[:first])
 
 
 def require_compatible(identity: ModelIdentity, chunk: KVChunk, operation: str) -> None:
@@ -258,29 +267,31 @@ def insert_piece(cache: LedgeredCache, tally: Tally, at: int, placed: Placed, ca
         .masked_fill(~ledger.valid[:, at:], torch.iinfo(torch.int64).max)
         .amin(dim=1, keepdim=True)
     )
-    new = first + torch.arange(count)
-    later = (ledger.positions[:, at:] + count).masked_fill(~ledger.valid[:, at:], 0)
+    chunk = placed.piece.chunk if isinstance(placed.piece, Paste) else None
+    new = first + (torch.arange(count) if chunk is None else chunk.steps)
+    room = count if chunk is None else chunk.extent
+    later = (ledger.positions[:, at:] + room).masked_fill(~ledger.valid[:, at:], 0)
     positions = torch.cat((ledger.positions[:, :at], new, later), dim=1)
     run.check_limit(run.require_model(cache, "insert"), int(positions.max()), "insert")
     pieces = [Placed(Keep(0, at))] if at else []
     pieces += [placed, Placed(Keep(at, length))]
-    rearrange(cache, _spec(cache, "insert"), pieces, positions)
+    move(cache, "insert", pieces, positions)
     cache.ledger = cache.ledger.marked_stale([(at + count, length + count)], cause)
     tally.moved += length - at
 
 
-def _positions_at_end(ledger: Ledger, count: int, position: int | None) -> Tensor:
-    following = ledger.next_positions(torch.ones((ledger.batch, count), dtype=torch.bool))
+def _positions_at_end(ledger: Ledger, chunk: KVChunk, position: int | None) -> Tensor:
+    following = ledger.next_positions(torch.ones((ledger.batch, 1), dtype=torch.bool))
     if position is None:
-        return following
+        return following + chunk.steps
     if position < int(following[:, 0].max()):
         raise SpanError(
             f"splice: expected position >= {int(following[:, 0].max())} (what follows the last token), got {position}."
         )
-    return (position + torch.arange(count)).expand(ledger.batch, -1)
+    return (position + chunk.steps).expand(ledger.batch, -1)
 
 
-def _shift_positions(cache: LedgeredCache, spec: Any, start: int, stop: int, position: int) -> None:
+def _shift_positions(cache: LedgeredCache, start: int, stop: int, position: int) -> None:
     ledger = cache.ledger
     first = (
         ledger.positions[:, start:stop]
@@ -294,12 +305,12 @@ def _shift_positions(cache: LedgeredCache, spec: Any, start: int, stop: int, pos
     if int(positions[ledger.valid].min()) < 0:
         raise SpanError(f"reposition: expected positions >= 0, got {int(positions.min())}.")
     moved = ledger.segments
-    rearrange(cache, spec, [Placed(Keep(0, len(ledger)))], positions)
+    move(cache, "reposition", [Placed(Keep(0, len(ledger)))], positions)
     name = next(s.name for s in moved if s.start <= start < s.stop)
     cache.ledger = cache.ledger.marked_stale([(start, len(ledger))], f"move of {name!r}")
 
 
-def _move_slots(cache: LedgeredCache, spec: Any, tally: Tally, start: int, stop: int, to: int) -> None:
+def _move_slots(cache: LedgeredCache, tally: Tally, start: int, stop: int, to: int) -> None:
     ledger, length, count = cache.ledger, len(cache.ledger), stop - start
     if not 0 <= to <= length - count:
         raise SpanError(
@@ -316,17 +327,23 @@ def _move_slots(cache: LedgeredCache, spec: Any, tally: Tally, start: int, stop:
     order = [between, (start, stop)] if to > start else [(start, stop), between]
     spans = [(0, low), *order, (high, length)]
     positions = ledger.positions.clone()
-    positions[:, low:high] = ledger.positions[:, low:high].sort(dim=1).values
+    if bool(ledger.images[:, low:high].any()):
+        positions[:, low:high] = _swapped(ledger, low, stop if to > start else start, high)
+    else:
+        positions[:, low:high] = ledger.positions[:, low:high].sort(dim=1).values
     name = next(s.name for s in ledger.segments if s.start <= start < s.stop)
-    rearrange(cache, spec, [Placed(Keep(*span)) for span in spans if span[0] < span[1]], positions)
+    move(cache, "reposition", [Placed(Keep(*span)) for span in spans if span[0] < span[1]], positions)
     cache.ledger = cache.ledger.marked_stale([(low, length)], f"move of {name!r}")
     tally.moved += high - low
     tally.segment = name
 
 
-def _spec(cache: LedgeredCache, operation: str) -> Any:
-    cache.require_editable(operation)
-    return model_spec(run.require_model(cache, operation))
+def _swapped(ledger: Ledger, low: int, middle: int, high: int) -> Tensor:
+    """Positions of ``[middle, high)`` and then ``[low, middle)``, each as a whole, in the room that both have."""
+    ends = torch.cat((ledger.positions, ledger.next_positions(torch.ones((ledger.batch, 1), dtype=torch.bool))), dim=1)
+    first, second = ends[:, middle] - ends[:, low], ends[:, high] - ends[:, middle]
+    parts = (ledger.positions[:, middle:high] - first[:, None], ledger.positions[:, low:middle] + second[:, None])
+    return torch.cat(parts, dim=1)
 
 
 def _warn_about_bos(tokenizer: Any, chunk: KVChunk, slot: int) -> None:

@@ -67,6 +67,10 @@ def recompute(cache: LedgeredCache, cells: Cells) -> Outcome:
     """Recompute chosen cells; see ``EditableCache.recompute``."""
     cache.adopt()
     chosen = choose(cache.ledger, len(cache.layers), cells, "recompute")
+    if cache.state_layers and (
+        chosen.rows is not None or len(chosen.slots) != len(cache.ledger) - int(chosen.slots[0])
+    ):
+        cache.require_cells_only("recompute of chosen cells", "choose everything from a token on: slice(start, None)")
     everything = chosen.rows is None and len(chosen.slots) == len(cache.ledger)
     with operating(cache, "recompute", renews_all=everything) as tally:
         tally.computed += run.recompute_slots(cache, chosen.slots, chosen.rows)

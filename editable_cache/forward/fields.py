@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from editable_cache.cache import Field, LedgeredCache, Segment
-from editable_cache.cache.arrange import Placed, rearrange
+from editable_cache.cache.arrange import Placed
 from editable_cache.cache.ledger import Erratum
 from editable_cache.cache.pieces import Blank, Keep
 from editable_cache.errors import ContextWarning, FieldError
 from editable_cache.forward import run
 from editable_cache.forward.append import append_tokens
-from editable_cache.forward.compose import _spec, remove_span
+from editable_cache.forward.compose import remove_span
+from editable_cache.forward.move import move
 from editable_cache.forward.outcome import Outcome, Tally, operating
 from editable_cache.forward.text import Encoded, encode_template, require_tokenizer
 
@@ -228,7 +229,7 @@ def _make_room(
     tally.moved += length - field.spans[0][1]
     index = ledger.fields.index(field)
     cache.ledger = replace(ledger, fields=ledger.fields[:index] + ledger.fields[index + 1 :])
-    rearrange(cache, _spec(cache, "refresh_field with another token count"), placed, positions)
+    move(cache, "refresh_field with another token count", placed, positions)
     fields = list(cache.ledger.fields)
     fields.insert(index, replace(field, spans=tuple(new_spans)))
     cache.ledger = replace(cache.ledger, fields=tuple(fields))

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from editable_cache.adapters import WeightsState
+from editable_cache.adapters import WeightsState, weights_state
 from editable_cache.cache import LedgeredCache, Segment, Stale
+from editable_cache.forward import run
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,19 @@ def operating(
         state: the model's ``weights_state`` where the caller has it already.
     """
     tally, started = Tally(), time.perf_counter()
+    cache.require_idle(name)
+    if state is None and cache.model is not None:
+        state = weights_state(cache.model)
+    run.require_continuing(cache, name, state)
+    cache.settled.clear()
     with cache.operation(name):
         if not renews_all:
             cache.require_same_weights(name, state)
         yield tally
+        run.settle(cache)
+        for start, again in cache.settled:
+            tally.computed += again
+            tally.notes.append(f"recurrent state: {again} tokens computed again from slot {start} on")
         segments = {segment.name: segment for segment in cache.ledger.segments}
         tally.outcome = Outcome(
             name,

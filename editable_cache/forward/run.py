@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from editable_cache.adapters import host, model_spec
-from editable_cache.cache import UNKNOWN, LedgeredCache, Segment
+from editable_cache.adapters import WeightsState, host, length_limit, measured
+from editable_cache.cache import UNKNOWN, EditableLayer, Ledger, LedgeredCache, Segment
+from editable_cache.cache.axes import every_axis
 from editable_cache.cache.layer import Scatter
-from editable_cache.errors import LedgerError, SpanError, UnsupportedModelError
-from editable_cache.spec import LayerSpec, ModelSpec
+from editable_cache.errors import ContextWarning, LedgerError, SpanError, UnsupportedModelError
+from editable_cache.forward.masks import masks_for
+from editable_cache.spec import ModelSpec
 
 PREFILL_TOKENS = 1024
 """New tokens in one forward; longer texts are prefilled piece by piece, which is exact and bounds memory."""
@@ -40,6 +43,23 @@ def require_model(cache: LedgeredCache, operation: str) -> nn.Module:
     return cache.model
 
 
+def require_continuing(cache: LedgeredCache, operation: str, state: WeightsState | None = None) -> None:
+    """Refuse ``operation`` where a model does not go on rightly from a cache.
+
+    Raises:
+        UnsupportedModelError: with the measurement.
+    """
+    if cache.model is None or cache.model.training:
+        return
+    against = measured(cache.model, state=state).against_continuing
+    if against:
+        raise UnsupportedModelError(
+            f"{operation}: this {type(cache.model).__name__} does not go on rightly from a cache (measured), so "
+            "nothing is put behind others or changed. It still works as a plain transformers cache.",
+            against,
+        )
+
+
 def check_limit(model: nn.Module, last_position: int, operation: str) -> None:
     """Refuse positions that the model was not built for.
 
@@ -60,7 +80,7 @@ def check_ids(model: nn.Module, ids: Tensor, operation: str) -> None:
     Raises:
         SpanError: naming the first one.
     """
-    size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    size = host.num_embeddings(model)
     wrong = ids[(ids < 0) | (ids >= size)]
     if wrong.numel():
         raise SpanError(
@@ -69,14 +89,21 @@ def check_ids(model: nn.Module, ids: Tensor, operation: str) -> None:
 
 
 def check_padding(cache: LedgeredCache, valid: Tensor, operation: str) -> None:
-    """Refuse padding behind the cache where a sliding window, which counts slots, would count it.
+    """Refuse padding behind the cache where a sliding window, which counts slots, would count it, and anywhere where it
+    would be compressed together with tokens.
 
     Raises:
         UnsupportedModelError: naming the window.
     """
+    if cache.kept_layers and not bool(valid.all()):
+        raise UnsupportedModelError(
+            f"{operation}: expected contents of one length for all rows, got padding: this model folds windows of "
+            "tokens into entries, padding with them, whatever the mask says. Run rows of different lengths one by one."
+        )
     if not len(cache.ledger) or bool(valid.all()) or cache.model is None:
         return
-    windows = [window for window in host.cache_layout(cache.model.config).windows if window is not None]
+    kinds = host.cache_layout(cache.model.config).masks
+    windows = [size for kind in kinds for size in (kind.sliding_window, kind.chunk_size) if size is not None]
     total = len(cache.ledger) + valid.shape[1]
     if windows and total > min(windows):
         raise UnsupportedModelError(
@@ -104,6 +131,7 @@ def extend(
     *,
     valid: Tensor | None = None,
     positions: Tensor | None = None,
+    axes: Tensor | None = None,
 ) -> Tensor:
     """Prefill new tokens behind the last slot; call inside an operation.
 
@@ -112,6 +140,7 @@ def extend(
         segment: what they are called.
         valid: bool ``[batch, num_tokens]``, False for padding.
         positions: int64 ``[batch, num_tokens]``; those that follow by default.
+        axes: int64 ``[batch, num_tokens, num_axes - 1]``, where tokens have further positions (see ``Ledger``).
 
     Returns:
         Logits of the last token, ``[batch, vocab]``.
@@ -121,8 +150,12 @@ def extend(
     positions = cache.ledger.next_positions(valid) if positions is None else positions
     check_ids(model, ids, "append")
     check_limit(model, int(positions.max()), "append")
-    logits = forward_at_end(cache, ids, positions, torch.cat((cache.ledger.valid, valid), dim=1))
-    cache.ledger = cache.ledger.extended(ids, positions, valid, segment)
+    settle(cache)
+    cache.mark(len(cache.ledger))
+    places = positions if axes is None else every_axis(positions, axes)
+    logits = forward_at_end(cache, ids, places, torch.cat((cache.ledger.valid, valid), dim=1))
+    cache.ledger = cache.ledger.extended(ids, positions, valid, segment, axes=axes)
+    cache.mark(len(cache.ledger))
     return logits
 
 
@@ -130,19 +163,20 @@ def forward_at_end(cache: LedgeredCache, ids: Tensor, positions: Tensor, valid: 
     """Run tokens that follow what the layers hold, in pieces; the ledger is the caller's. Returns the last logits.
 
     Args:
+        positions: ``position_ids``, int64 ``[batch, num_tokens]`` or ``[num_axes, batch, num_tokens]``.
         valid: bool ``[batch, length + num_tokens]``.
     """
     model = require_model(cache, "forward")
     length, logits = valid.shape[1] - ids.shape[1], None
     padded = not bool(valid.all())
-    for start, stop in _pieces(ids.shape[1], PREFILL_TOKENS, "prefill"):
+    for start, stop in _pieces(ids.shape[1], _step(cache, model, positions, length), "prefill"):
         mask = valid[:, : length + stop].long().to(host.device_of(model)) if padded else None
         with cache.library_forward():
             logits = host.run(
                 model,
                 ids[:, start:stop],
                 cache,
-                position_ids=positions[:, start:stop],
+                position_ids=positions[..., start:stop],
                 attention_mask=mask,
                 last_logits_only=True,
             )
@@ -154,6 +188,62 @@ def forward_at_end(cache: LedgeredCache, ids: Tensor, positions: Tensor, valid: 
     if logits is None:
         raise SpanError("forward: expected at least one token, got none.")
     return logits[:, -1]
+
+
+def _step(cache: LedgeredCache, model: nn.Module, positions: Tensor, length: int) -> int:
+    """Most tokens that one forward of tokens at ``positions``, behind ``length`` others, may have."""
+    changing = length_limit(model.config)
+    if changing is not None and int(positions.max()) >= changing.value:
+        if length and int(cache.ledger.positions.max()) < changing.value:
+            warnings.warn(
+                f"This context now passes position {changing.value} ({changing.name}): the model turns to other "
+                "frequencies, while the cells held so far keep the old ones. A plain transformers cache does the same; "
+                "recompute(slice(None)) computes all of them alike.",
+                ContextWarning,
+                stacklevel=2,
+            )
+        return int(positions.shape[-1])  # in one forward, as a plain prefill: pieces would use different frequencies
+    most = measured(model).step_tokens if cache.state_layers and length else None
+    return PREFILL_TOKENS if most is None else most
+
+
+def settle(cache: LedgeredCache) -> None:
+    """With recurrent layers, compute again what changed and everything behind it, from the nearest kept state on."""
+    if cache.dirty is None:
+        return
+    ledger, start = cache.ledger, cache.go_back(min(cache.dirty, len(cache.ledger)))
+    cache.dirty = None
+    slots = torch.arange(start, len(ledger))
+    _require_ids(cache, slots)
+    for low, high in _between_marks(ledger, start):
+        forward_at_end(cache, ledger.ids[:, low:high], ledger.places(slice(low, high)), ledger.valid[:, :high])
+        cache.mark(high)
+    cache.ledger = ledger.recomputed(slots, slots[:0])
+    cache.settled.append((start, len(slots)))
+
+
+def rewind(cache: LedgeredCache, length: int) -> None:
+    """Go back to the first ``length`` tokens of a cache with recurrent layers: to the nearest kept state, and on.
+
+    Raises:
+        LedgerError: if cells on the way were composed or are stale: computed again they would be others.
+    """
+    kept = max((slot for slot in cache.marks if slot <= length), default=0)
+    approximate = (cache.ledger.groups[:, kept:length] != 0).any() or cache.ledger.causes(kept, length)
+    if kept < length and bool(approximate):
+        raise LedgerError(
+            f"The recurrent state after {length} tokens was not kept, and those behind the last one that was (slot "
+            f"{kept}) are composed or stale, so that they would not come out the same again. Append at least one token "
+            "first, or recompute(slice(None))."
+        )
+    cache.ledger = cache.ledger.truncated(length)
+    cache.touch(length)
+    settle(cache)
+
+
+def _between_marks(ledger: Ledger, start: int) -> list[tuple[int, int]]:
+    borders = sorted({start, len(ledger), *(s.stop for s in ledger.segments if start < s.stop < len(ledger))})
+    return list(itertools.pairwise(borders))
 
 
 def recompute_slots(cache: LedgeredCache, slots: Tensor, rows: Tensor | None = None) -> int:
@@ -168,23 +258,28 @@ def recompute_slots(cache: LedgeredCache, slots: Tensor, rows: Tensor | None = N
         rows: bool ``[num_layers, num_tokens]``, the cells to write; None for all.
 
     Returns:
-        The number of tokens that ran.
+        The number of tokens that ran. With recurrent layers none do yet: everything from the first chosen token on runs
+        when the operation ends (``settle``).
     """
     if not len(slots):
         return 0
     ledger = cache.ledger
     _require_ids(cache, slots)
     start = int(slots[0])
+    if cache.state_layers:
+        cache.touch(start)
+        return 0
     if rows is None and len(slots) == len(ledger) - start:
         for layer in cache.editable_layers:
             layer.truncate(start)
-        forward_at_end(cache, ledger.ids[:, start:], ledger.positions[:, start:], ledger.valid)
+        forward_at_end(cache, ledger.ids[:, start:], ledger.places(slice(start, None)), ledger.valid)
     else:
         for low, high in _pieces(len(slots), SCATTER_TOKENS, "recompute"):
             _scatter(cache, slots[low:high], None if rows is None else rows[:, low:high])
     whole = torch.ones(len(slots), dtype=torch.bool) if rows is None else rows.all(dim=0)
     for layer in cache.editable_layers:
-        layer.settle(slots[~whole].to(layer.device))
+        if layer.is_initialized:
+            layer.settle(slots[~whole].to(layer.device))
     cache.ledger = ledger.recomputed(slots[whole], slots[~whole])
     return len(slots)
 
@@ -195,35 +290,42 @@ def next_token_logits(cache: LedgeredCache) -> Tensor:
         raise SpanError("next_token_logits: expected at least one token in the cache, got none.")
     slots = torch.tensor([len(cache.ledger) - 1])
     _require_ids(cache, slots)
+    if cache.state_layers:
+        twin, last = cache.fork(), len(cache.ledger) - 1
+        rewind(twin, last)
+        return forward_at_end(
+            twin, cache.ledger.ids[:, last:], cache.ledger.places(slice(last, None)), cache.ledger.valid
+        )
     nothing = torch.zeros((len(cache.layers), 1), dtype=torch.bool)
     return _scatter(cache, slots, nothing)[:, -1]
 
 
-def spec_for_masks(model: nn.Module, operation: str) -> ModelSpec:
-    """The model's spec, if it takes masks over chosen cells.
+def require_masks(cache: LedgeredCache, operation: str) -> ModelSpec:
+    """The model's spec, if chosen cells of this cache can be recomputed, or everything from a cell on.
 
     Raises:
-        UnsupportedModelError: if it does not.
+        UnsupportedModelError: if they can't, with the measurements.
     """
-    spec = model_spec(model)
-    if spec.mask_form == "none":
+    model = require_model(cache, operation)
+    spec = measured(model)
+    if spec.against_recompute and not spec.has_states:
         raise UnsupportedModelError(
-            f"{operation}: {type(model).__name__} does not honour a mask over chosen cells (measured); recompute a "
-            f"whole suffix instead."
+            f"{operation}: chosen cells of this {type(model).__name__} can't be recomputed (measured); recompute "
+            "everything from a token on instead, for example cache.recompute(slice(start, None)).",
+            spec.against_recompute,
         )
     return spec
 
 
 def _scatter(cache: LedgeredCache, slots: Tensor, rows: Tensor | None) -> Tensor:
     model = require_model(cache, "recompute")
-    spec = spec_for_masks(model, "recompute")
-    mask = _masks(cache, spec, slots)
+    mask = masks_for(cache, require_masks(cache, "recompute"), slots)
     with _scattering(cache, slots, rows), cache.library_forward():
         return host.run(
             model,
             cache.ledger.ids[:, slots],
             cache,
-            position_ids=cache.ledger.positions[:, slots],
+            position_ids=cache.ledger.places(slots),
             attention_mask=mask,
             last_logits_only=True,
         )
@@ -231,38 +333,16 @@ def _scatter(cache: LedgeredCache, slots: Tensor, rows: Tensor | None) -> Tensor
 
 @contextmanager
 def _scattering(cache: LedgeredCache, slots: Tensor, rows: Tensor | None) -> Iterator[None]:
-    for layer_idx, layer in enumerate(cache.editable_layers):
-        where = slots.to(layer.device)
-        layer.scatter = Scatter(where, None if rows is None else rows[layer_idx].to(layer.device))
+    for layer_idx, layer in enumerate(cache.layers):
+        holders = layer.holders if isinstance(layer, EditableLayer) else ()
+        for holder in (one for one in holders if one.is_initialized):
+            chosen = None if rows is None else rows[layer_idx].to(holder.device)
+            holder.scatter = Scatter(slots.to(holder.device), chosen)
     try:
         yield
     finally:
         for layer in cache.editable_layers:
             layer.scatter = None
-
-
-def _masks(cache: LedgeredCache, spec: ModelSpec, slots: Tensor) -> Any:
-    """Additive float masks ``[batch, 1, num_rows, length]``: one, or one for each layer type, with the window inside.
-
-    Additive because eager attention adds whatever it is given: a bool mask would be silently wrong.
-    """
-    model = require_model(cache, "recompute")
-    dtype, device = host.dtype_of(model), host.device_of(model)
-    columns = torch.arange(len(cache.ledger))
-    seen = (columns <= slots[:, None]) & cache.ledger.valid[:, None, None, :]
-    made: dict[int | None, Tensor] = {}
-
-    def additive(layer: LayerSpec) -> Tensor:
-        window = layer.sliding_window
-        if window not in made:
-            inside = seen if window is None else seen & (columns > slots[:, None] - window)
-            low = torch.tensor(torch.finfo(dtype).min, dtype=dtype)
-            made[window] = torch.where(inside, torch.zeros((), dtype=dtype), low).to(device)
-        return made[window]
-
-    if spec.mask_form == "tensor":
-        return additive(spec.layers[0])
-    return {layer.layer_type: additive(layer) for layer in spec.layers}
 
 
 def _pieces(count: int, size: int, what: str) -> Sequence[tuple[int, int]] | tqdm[tuple[int, int]]:
@@ -271,6 +351,12 @@ def _pieces(count: int, size: int, what: str) -> Sequence[tuple[int, int]] | tqd
 
 
 def _require_ids(cache: LedgeredCache, slots: Tensor) -> None:
+    images = (cache.ledger.images[:, slots] > 0).any(dim=0)
+    if bool(images.any()):
+        raise LedgerError(
+            f"The tokens at slots {slots[images][:5].tolist()} stand for an image. The cache keeps their cells and the "
+            "image's digest, not its pixels, so they can't be run again: choose other cells, or feed the image anew."
+        )
     unknown = ((cache.ledger.ids[:, slots] == UNKNOWN) & cache.ledger.valid[:, slots]).any(dim=0)
     if bool(unknown.any()):
         raise LedgerError(

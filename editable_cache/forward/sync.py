@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from editable_cache.adapters import model_spec
 from editable_cache.cache import Ledger, LedgeredCache, Segment
-from editable_cache.cache.arrange import Placed, rearrange
+from editable_cache.cache.arrange import Placed
 from editable_cache.cache.pieces import Blank, Keep, move_spans
-from editable_cache.errors import SpanError
+from editable_cache.errors import LedgerError, SpanError
 from editable_cache.forward import run
+from editable_cache.forward.move import move
 from editable_cache.forward.outcome import Outcome, Tally, operating
 from editable_cache.forward.text import TextOrIds, encode
 
@@ -83,7 +83,13 @@ def sync(
     ids = encode(tokenizer, content, first=True)
     if cache.ledger.batch != 1:
         raise SpanError(f"sync: expected a cache of one row, got {cache.ledger.batch}; unstack() it first.")
-    plan = approximate_plan(cache.ledger, ids) if approximate else exact_plan(cache.ledger, ids)
+    if bool(cache.ledger.images.any()):
+        raise LedgerError(
+            "sync: this cache holds images, and ids can't say whether the new sequence means the same ones. Pass the "
+            "prompt with its images to generate, which compares them, or edit the cache by remove, insert and splice."
+        )
+    moves = approximate and not cache.state_layers  # a recurrent state can't move: the exact plan costs the same
+    plan = approximate_plan(cache.ledger, ids) if moves else exact_plan(cache.ledger, ids)
     if dry_run:
         return plan
     with operating(cache, "sync") as tally:
@@ -164,8 +170,11 @@ def _carry_out_exact(cache: LedgeredCache, tally: Tally, plan: Plan, ids: Tensor
     if approximations:
         tally.notes.append(f"kept cells are approximations already: {', '.join(approximations)}")
     if plan.dropped:
-        for layer in cache.editable_layers:
-            layer.truncate(common)
+        if cache.state_layers:
+            cache.touch(common)
+        else:
+            for layer in cache.editable_layers:
+                layer.truncate(common)
         cache.ledger = cache.ledger.truncated(common)
     if common < len(ids):
         segment = Segment(cache.ledger.free_name("prefilled"), 0, 0, "prefilled")
@@ -178,7 +187,7 @@ def _carry_out_approximate(cache: LedgeredCache, tally: Tally, plan: Plan, ids: 
     run.check_ids(model, ids, "sync")
     positions = _positions(cache.ledger, len(ids), next((r.start for r in plan.runs if r.kind != "keep"), len(ids)))
     run.check_limit(model, int(positions.max()), "sync")
-    run.spec_for_masks(model, "an approximate sync")
+    run.require_masks(cache, "an approximate sync")
     placed, fresh = [], []
     name = cache.ledger.free_name("synced")
     for index, part in enumerate(plan.runs):
@@ -203,7 +212,7 @@ def _carry_out_approximate(cache: LedgeredCache, tally: Tally, plan: Plan, ids: 
     if lost:
         tally.notes.append(f"fields no longer in the text: {lost}")
     cache.ledger = cache.ledger.with_fields(whole)
-    rearrange(cache, model_spec(model), placed, positions)
+    move(cache, "sync", placed, positions)
     changed = next((r.start for r in plan.runs if r.kind != "keep"), len(ids))
     cache.ledger = replace(cache.ledger, open_gap=0).marked_stale([(changed, len(ids))], "sync")
     if fresh:

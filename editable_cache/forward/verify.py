@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from editable_cache.adapters import host, model_spec
+from editable_cache.adapters import host, measured
 from editable_cache.cache import LedgeredCache
 from editable_cache.cache.ledger import Isolated
+from editable_cache.cache.stored import StoredCache
 from editable_cache.errors import LedgerError, SpanError
 from editable_cache.forward import run
+from editable_cache.forward.verify_states import check_prefill
 from editable_cache.ops import LOW_PRECISION, relative_error, rotate_into, rotation
 
 
@@ -28,7 +30,7 @@ class Verification:
             place (the ISO oracle); 0 without any.
         logits_error: largest relative error of the next-token logits, against the same forward.
         stale_tokens: tokens whose cells were computed before something in front of them changed; no oracle exists for
-            them.
+            them. With recurrent layers, all tokens from the first composed one on: only FULL exists, for those before.
         full_cosine: cosine between the next-token logits of this cache and those of a plain prefill of the same ids
             (FULL).
         full_kl: Kullback-Leibler divergence of the same, in nats, from the plain prefill's distribution.
@@ -61,20 +63,23 @@ class Verification:
         )
 
 
-class _Substituting(DynamicLayer):
+class _Distance(TypedDict):
+    full_cosine: float
+    full_kl: float
+    full_agrees: bool
+
+
+class _Substitution:
     """Takes the cache's cell where ``held`` says so and what the forward computes elsewhere."""
 
     def __init__(self, cached: dict[str, Tensor], held: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._cached, self._held = cached, held
         self.computed: dict[str, Tensor] = {}
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.computed = {"keys": key_states, "values": value_states}
-        held = self._held[:, None, :, None]
-        keys = torch.where(held, self._cached["keys"], key_states)
-        values = torch.where(held, self._cached["values"], value_states)
-        return super().update(keys, values)
+    def __call__(self, states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        self.computed = dict(states)
+        held = self._held[:, None, :, None].to(next(iter(states.values())).device)
+        return {name: torch.where(held, self._cached[name], tensor) for name, tensor in states.items()}
 
 
 @torch.no_grad()
@@ -91,45 +96,75 @@ def verify(cache: LedgeredCache, tolerance: float | None = None) -> Verification
         raise LedgerError(
             "verify: some ids are unknown (tokens that the watched model did not see), so no oracle can be run."
         )
-    tolerance = tolerance if tolerance is not None else (5e-2 if cache.dtype in LOW_PRECISION else 1e-4)
+    if bool(ledger.images.any()):
+        raise LedgerError(
+            "verify: some tokens stand for images, whose pixels the cache does not keep, so no oracle can be run; "
+            "compare with a plain forward of ids and images."
+        )
+    if tolerance is None:
+        dtype = cache.dtype or host.dtype_of(run.require_model(cache, "verify"))
+        tolerance = 5e-2 if dtype in LOW_PRECISION else 1e-4
+    if cache.state_layers:
+        return _verify_states(cache, tolerance)
     stale = torch.zeros(len(ledger), dtype=torch.bool)
     for span in ledger.stale:
         stale[span.start : span.stop] = True
     held = (ledger.groups != 0) | stale
-    layers = [_Substituting(layer.view(), held.to(layer.device)) for layer in cache.editable_layers]
-    logits = _prefill(cache, layers)
+    exchanges = [_Substitution(layer.view(), held) for layer in cache.editable_layers]
+    logits = _prefill(cache, exchanges)
     checked = ~held & ledger.valid
     live = max(
         (
-            _worst(layer.computed, mine.view(), checked)
-            for layer, mine in zip(layers, cache.editable_layers, strict=True)
+            _worst(exchange.computed, mine.view(), checked)
+            for exchange, mine in zip(exchanges, cache.editable_layers, strict=True)
         ),
         default=0.0,
     )
     mine = run.next_token_logits(cache).float() if not bool(held[:, -1].any()) else logits
-    full, isolation = _prefill(cache, None), _isolation(cache)
-    kl = (full.log_softmax(-1).exp() * (full.log_softmax(-1) - mine.log_softmax(-1))).sum(-1)
+    isolation = _isolation(cache)
     return Verification(
         live_error=live,
         isolated_error=isolation.error,
         isolated_drift=isolation.drift,
         logits_error=relative_error(mine.to(cache.dtype), logits),
         stale_tokens=int(stale.sum()),
-        full_cosine=float(torch.cosine_similarity(mine, full, dim=-1).min()),
-        full_kl=float(kl.max().clamp_min(0)),
-        full_agrees=bool((mine.argmax(-1) == full.argmax(-1)).all()),
+        **_distance(mine, _prefill(cache)),
         tolerance=tolerance,
     )
 
 
-def _prefill(cache: LedgeredCache, layers: Any) -> Tensor:
+def _verify_states(cache: LedgeredCache, tolerance: float) -> Verification:
+    """Recurrent layers: no oracle substitutes single cells, so everything is held against a plain prefill."""
+    found, mine = check_prefill(cache), run.next_token_logits(cache).float()
+    return Verification(
+        live_error=found.live_error,
+        isolated_error=0.0,
+        isolated_drift=0.0,
+        logits_error=0.0 if found.unchecked else relative_error(mine, found.logits),
+        stale_tokens=found.unchecked,
+        **_distance(mine, found.logits),
+        tolerance=tolerance,
+    )
+
+
+def _distance(mine: Tensor, full: Tensor) -> _Distance:
+    """How far next-token logits are from those of a plain prefill, worst row."""
+    kl = (full.log_softmax(-1).exp() * (full.log_softmax(-1) - mine.log_softmax(-1))).sum(-1)
+    return {
+        "full_cosine": float(torch.cosine_similarity(mine, full, dim=-1).min()),
+        "full_kl": float(kl.max().clamp_min(0)),
+        "full_agrees": bool((mine.argmax(-1) == full.argmax(-1)).all()),
+    }
+
+
+def _prefill(cache: LedgeredCache, exchanges: Sequence[_Substitution] = ()) -> Tensor:
     """One forward over everything in the ledger in a fresh cache; float32 logits after the last token, ``[batch,
     vocab]``.
     """
     model, ledger = run.require_model(cache, "verify"), cache.ledger
-    fresh = DynamicCache()
-    if layers is not None:
-        fresh.layers, fresh.layer_class_to_replicate = layers, None
+    fresh = StoredCache(config=model.config)
+    for holder, exchange in zip(fresh.editable_layers, exchanges, strict=bool(exchanges)):
+        holder.exchange = exchange
     mask = None if bool(ledger.valid.all()) else ledger.valid.long()
     logits = host.run(
         model,
@@ -161,6 +196,7 @@ def _isolation(cache: LedgeredCache) -> _Isolation:
     values of such a chunk, which do not rotate, between the place where it was compiled and this one.
     """
     ledger, error, drift = cache.ledger, 0.0, 0.0
+    spec = measured(run.require_model(cache, "verify"))
     for row in range(ledger.batch):
         for group, chunk in enumerate(ledger.chunks, start=1):
             slots = (ledger.groups[row] == group).nonzero()[:, 0]
@@ -168,13 +204,19 @@ def _isolation(cache: LedgeredCache) -> _Isolation:
             for shift in shifts.unique().tolist():
                 mine = slots[shifts == shift]
                 here, home = _alone(cache, chunk, shift), _alone(cache, chunk, len(chunk.prefix_ids))
-                for layer, alone, compiled in zip(cache.editable_layers, here, home, strict=True):
+                for layer, facts, alone, compiled in zip(cache.editable_layers, spec.layers, here, home, strict=True):
                     view = layer.view()
-                    for name, tensor in alone.items():
-                        expected = tensor[0][:, ledger.offsets[row, mine]]
-                        error = max(error, relative_error(view[name][row][:, mine], expected))
-                    drift = max(drift, relative_error(compiled["values"], alone["values"]))
+                    for tensor in facts.tensors:
+                        expected = alone[tensor.name][0][:, ledger.offsets[row, mine]]
+                        found = view[tensor.name][row][:, mine]
+                        error = max(error, relative_error(found.to(_real(found)), expected.to(_real(found))))
+                        if tensor.rotary is None and not tensor.counter:
+                            drift = max(drift, relative_error(compiled[tensor.name], alone[tensor.name]))
     return _Isolation(error, drift)
+
+
+def _real(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.is_floating_point() else torch.float64
 
 
 def _alone(cache: LedgeredCache, chunk: Isolated, shift: int) -> list[dict[str, Tensor]]:
@@ -182,15 +224,16 @@ def _alone(cache: LedgeredCache, chunk: Isolated, shift: int) -> list[dict[str, 
     compiled.
     """
     model, before = run.require_model(cache, "verify"), len(chunk.prefix_ids)
-    first = max(shift - before, 0)
+    spec = measured(model)
+    first = 0 if spec.positions == "slots" else max(shift - before, 0)
     ids = torch.tensor([*chunk.prefix_ids, *chunk.ids])[None]
     positions = torch.arange(first, first + ids.shape[1])
-    fresh = DynamicCache()
+    fresh = StoredCache(config=model.config)
     host.run(model, ids, fresh, position_ids=positions[None], last_logits_only=True)
-    cells = [{"keys": k[:, :, before:], "values": v[:, :, before:]} for k, v in host.plain_layers(fresh)]
-    back = shift - before - first  # below 0 only where what it had seen does not fit before it
+    cells = [{name: t[:, :, before:] for name, t in holder.view().items()} for holder in fresh.editable_layers]
+    back = shift - before - first  # not 0 where what it had seen does not fit before it, or positions can't be given
     if back:
-        for states, facts in zip(cells, model_spec(model).layers, strict=True):
+        for states, facts in zip(cells, spec.layers, strict=True):
             for tensor in facts.tensors:
                 if tensor.rotary is not None:
                     source = states[tensor.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,18 @@ from typing import Any
 import torch
 
 from editable_cache.adapters import identify
+from editable_cache.adapters.leaves import tensors_of
 from editable_cache.cache import Field, Ledger, LedgeredCache, Segment, Stale
+from editable_cache.cache.kept_layers import KeptLayer, KeptValue
 from editable_cache.cache.ledger import TENSORS, Erratum, Isolated
+from editable_cache.cache.state_layers import KeepsState, StateLayer, StateValue
+from editable_cache.cache.stored import States
 from editable_cache.errors import ArtifactError, CompatibilityError, LedgerError
 from editable_cache.hub.folder import read_folder, require, write_folder
 from editable_cache.spec import ModelIdentity, compare
 
 KIND = "editable_cache.cache"
+STATES = ("states.", "mark.")
 
 
 def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None:
@@ -23,7 +29,7 @@ def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
 
     Raises:
         LedgerError: without a model, whose identity has to go along.
-        UnsupportedModelError: if a layer holds state that is not per-token cells.
+        UnsupportedModelError: if a layer holds something else than cells and recurrent states.
     """
     if cache.model is None:
         raise LedgerError(
@@ -36,6 +42,10 @@ def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
     for layer_idx, layer in enumerate(cache.editable_layers):
         tensors |= {f"layers.{layer_idx}.{name}": tensor for name, tensor in layer.view().items()}
         tensors |= {f"pristine.{layer_idx}.{name}": tensor for name, tensor in layer.pristine.items()}
+    tensors |= _state_tensors("states", cache.states())
+    mark = max((slot for slot in cache.marks if slot < len(cache.ledger)), default=0)
+    if mark:  # without it the last token could not run again
+        tensors |= _state_tensors("mark", cache.marks[mark])
     ledger = cache.ledger
     manifest = {
         "kind": KIND,
@@ -46,7 +56,9 @@ def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
         "stale": [asdict(span) for span in ledger.stale],
         "chunks": [asdict(chunk) for chunk in ledger.chunks],
         "open_gap": ledger.open_gap,
+        "digests": list(ledger.digests),
         "unfed": None if cache.unfed is None else cache.unfed.tolist(),
+        "mark": mark,
     }
     write_folder(folder, tensors, manifest)
 
@@ -79,10 +91,11 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
             fields=tuple(_field(values) for values in manifest["fields"]),
             stale=tuple(Stale(**values) for values in manifest["stale"]),
             chunks=tuple(Isolated(tuple(c["ids"]), tuple(c["prefix_ids"])) for c in manifest["chunks"]),
+            digests=tuple(str(digest) for digest in manifest["digests"]),
         )
-        shapes = {getattr(ledger, name).shape for name in TENSORS}
+        shapes = {getattr(ledger, name).shape[:2] for name in TENSORS}
         require(
-            len(shapes) == 1 and ledger.ids.dim() == 2,
+            len(shapes) == 1 and ledger.ids.dim() == 2 and ledger.axes.dim() == 3,
             folder,
             "ledger",
             "tensors of one shape [batch, length]",
@@ -93,8 +106,8 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
         shape = (ledger.batch,) if unfed is None else tuple(unfed.shape)
         require(shape[0] == ledger.batch and len(shape) <= 2, folder, "unfed", f"{ledger.batch} rows of ids", shape)
         for layer_idx, layer in enumerate(cache.editable_layers):
-            if len(ledger):
-                states = {name: tensors[f"layers.{layer_idx}.{name}"] for name in ("keys", "values")}
+            states = _named(tensors, f"layers.{layer_idx}.")
+            if len(ledger) and states:
                 for name, tensor in states.items():
                     fits = tensor.dim() == 4 and tensor.shape[0] == ledger.batch and tensor.shape[-2] == len(ledger)
                     require(
@@ -105,12 +118,102 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
                         tensor.shape,
                     )
                 layer.append({name: tensor.to(cache.model.device) for name, tensor in states.items()})  # type: ignore[arg-type,union-attr]
-            prefix = f"pristine.{layer_idx}."
-            layer.pristine = {key[len(prefix) :]: t.clone() for key, t in tensors.items() if key.startswith(prefix)}
+            layer.pristine = {key: t.clone() for key, t in _named(tensors, f"pristine.{layer_idx}.").items()}
+        held = any(layer.is_initialized for layer in cache.editable_layers) or cache.state_layers
+        require(bool(held) or not len(ledger), folder, "layers", f"cells of {len(ledger)} tokens", "none")
+        mark = manifest["mark"]
+        fits = type(mark) is int and 0 <= mark <= max(len(ledger) - 1, 0)
+        require(fits, folder, "mark", f"a slot below {len(ledger)}", mark)
+        tensors |= {name: tensors[name].to(cache.model.device) for name in tensors if name.startswith(STATES)}  # type: ignore[arg-type,union-attr]
+        if mark:
+            _load_states(cache.state_layers, tensors, "mark", ledger, folder, mark)
+            cache.mark(mark)
+        _load_states(cache.state_layers, tensors, "states", ledger, folder, len(ledger))
+        cache.mark(len(ledger))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ArtifactError(f"{folder}: the manifest does not fit the format: {error!r}.") from error
     cache.require_same_weights("from_pretrained")
     cache.ledger, cache.unfed = ledger, unfed
+
+
+def _named(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {key[len(prefix) :]: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
+def _state_tensors(prefix: str, states: States) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}.{layer_idx}.{name}": tensor
+        for layer_idx, value in enumerate(states)
+        for name, tensor in (_named_kept(value) if isinstance(value, KeptValue) else _named_state(value)).items()
+    }
+
+
+def _named_state(value: StateValue) -> dict[str, torch.Tensor]:
+    return {
+        f"{kind}.{index}": tensor
+        for kind, held in (("conv", value.conv), ("recurrent", value.recurrent))
+        for index, tensor in held.items()
+        if tensor is not None
+    }
+
+
+def _named_kept(value: KeptValue) -> dict[str, torch.Tensor]:
+    counts = {path: torch.tensor(leaf) for path, leaf in value.leaves.items() if type(leaf) is int}
+    return {".".join(path): tensor for path, tensor in {**tensors_of(value.leaves), **counts}.items()}
+
+
+def _load_kept(
+    layer: Any, tensors: dict[str, torch.Tensor], prefix: str, length: int, batch: int, folder: str | Path
+) -> None:
+    """Fill a layer that is kept as a whole: its tensors, and its counters."""
+    leaves = dict(layer.empty.leaves)
+    names = {".".join(path): path for path in leaves}
+    for name, tensor in tensors.items():
+        require(name in names, folder, f"{prefix}{name}", f"one of {sorted(names)}", "another")
+        path = names[name]
+        count = type(leaves[path]) is int
+        fits = tensor.dim() == 0 and tensor.dtype == torch.int64 if count else tensor.dim() > 1
+        fits = fits and ((int(tensor) >= 0 and leaves[path] in (0, int(tensor))) if count else tensor.shape[0] == batch)
+        require(fits, folder, f"{prefix}{name}", "a number" if count else f"[{batch}, ...]", list(tensor.shape))
+        leaves[path] = int(tensor) if count else tensor
+    found = {path: leaves[path] for path in leaves if path[0] in ("keys", "values")}
+    require(found.get(("keys",)) is not None, folder, prefix, "recent keys", None)
+    if found.get(("values",)) is None:
+        leaves["values",] = leaves["keys",]
+    layer.lazy_initialization(leaves["keys",], leaves["values",])
+    layer.set_state_value(KeptValue({**leaves, ("is_initialized",): True}))
+    held = layer.get_seq_length()
+    require(held == length, folder, prefix, f"the state after {length} tokens", held)
+
+
+def _load_states(
+    layers: Sequence[KeepsState],
+    tensors: dict[str, torch.Tensor],
+    prefix: str,
+    ledger: Ledger,
+    folder: str | Path,
+    length: int,
+) -> None:
+    for layer_idx, layer in enumerate(layers):
+        layer.forget_state()
+        if isinstance(layer, KeptLayer):
+            given = _named(tensors, f"{prefix}.{layer_idx}.")
+            if length:
+                _load_kept(layer, given, f"{prefix}.{layer_idx}.", length, ledger.batch, folder)
+            continue
+        assert isinstance(layer, StateLayer)
+        for index in range(layer.number_of_states if len(ledger) else 0):
+            name = f"{prefix}.{layer_idx}"
+            conv, recurrent = tensors.get(f"{name}.conv.{index}"), tensors.get(f"{name}.recurrent.{index}")
+            for tensor in (conv, recurrent):
+                fits = tensor is None or (tensor.dim() > 1 and tensor.shape[0] == ledger.batch)
+                require(fits, folder, name, f"[{ledger.batch}, ...]", None if tensor is None else tensor.shape)
+            require(conv is not None or recurrent is not None, folder, name, "a state", None)
+            if conv is not None:
+                layer.update_conv_state(conv, index)
+            if recurrent is not None:
+                layer.update_recurrent_state(recurrent, index)
+            layer.has_previous_state[index] = True
 
 
 def _check_spans(ledger: Ledger, folder: str | Path) -> None:
@@ -130,6 +233,8 @@ def _check_spans(ledger: Ledger, folder: str | Path) -> None:
     require(not lost, folder, "fields", f"segments of {sorted(names)}", lost)
     group = int(ledger.groups.max()) if ledger.groups.numel() else 0
     require(0 <= group <= len(ledger.chunks), folder, "chunks", f"{group} isolated chunks", len(ledger.chunks))
+    image = int(ledger.images.max()) if ledger.images.numel() else 0
+    require(0 <= image <= len(ledger.digests), folder, "digests", f"{image} images", len(ledger.digests))
 
 
 def _field(values: dict[str, Any]) -> Field:

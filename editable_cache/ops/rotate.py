@@ -36,17 +36,27 @@ class Rotation(NamedTuple):
         return Rotation(self.rotary, self.cos.to(device), self.sin.to(device))
 
 
-def rotation(rotary: RotarySpec, source: Tensor, target: Tensor, device: torch.device | str | None = None) -> Rotation:
+def rotation(
+    rotary: RotarySpec,
+    source: Tensor,
+    target: Tensor,
+    device: torch.device | str | None = None,
+    *,
+    axes: Tensor | None = None,
+) -> Rotation:
     """Turns that carry keys from ``source`` positions to ``target`` positions.
 
     Args:
         rotary: the rotation of the tensor to be moved.
         source, target: integer positions ``[seq_len]`` or ``[batch, seq_len]``.
         device: where the tables are wanted; that of ``target`` by default.
+        axes: int64 ``[..., seq_len, num_axes - 1]``, how far the other positions of a token are from its first, which
+            ``source`` and ``target`` give; a token moves by the same distance on all axes. None where all are equal.
     """
     inv_freq = torch.tensor(rotary.inv_freq, dtype=torch.float32)
     source, target = torch.broadcast_tensors(source.cpu(), target.cpu())
-    angle = _angle(target, inv_freq).double() - _angle(source, inv_freq).double()
+    ahead = _ahead(rotary, axes)
+    angle = _angle(target, inv_freq, ahead).double() - _angle(source, inv_freq, ahead).double()
     if angle.dim() == 2:
         angle = angle[None]
     angle = angle[:, None]
@@ -56,8 +66,17 @@ def rotation(rotary: RotarySpec, source: Tensor, target: Tensor, device: torch.d
     return Rotation(rotary, both.to(where), sin.to(where))
 
 
-def _angle(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    return positions.to(torch.float32)[..., None] * inv_freq  # float32, as the model rounds it
+def _ahead(rotary: RotarySpec, axes: Tensor | None) -> Tensor | int:
+    """How far the position that turns each frequency is from the first one, ``[..., seq_len, num_frequencies]``."""
+    if axes is None or rotary.axes is None or not axes.numel():
+        return 0
+    every = torch.cat((axes.new_zeros((*axes.shape[:-1], 1)), axes), dim=-1).cpu()
+    return every[..., list(rotary.axes)]
+
+
+def _angle(positions: Tensor, inv_freq: Tensor, ahead: Tensor | int) -> Tensor:
+    own = positions[..., None] + ahead
+    return own.to(torch.float32) * inv_freq  # float32, as the model rounds it
 
 
 CACHE_BYTES = 2**21

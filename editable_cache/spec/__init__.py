@@ -1,7 +1,20 @@
 """Facts about a model's cache: frozen values without tensors, comparable and hashable."""
 
+from editable_cache.spec.compressed import CompressedLayerSpec, CompressedSpec
 from editable_cache.spec.identity import ModelIdentity, compare
-from editable_cache.spec.model import LayerSpec, ModelSpec, TensorSpec
+from editable_cache.spec.model import LayerSpec, MaskForm, MaskKind, ModelSpec, PositionLimit, TensorSpec
 from editable_cache.spec.rotary import RotarySpec
 
-__all__ = ["LayerSpec", "ModelIdentity", "ModelSpec", "RotarySpec", "TensorSpec", "compare"]
+__all__ = [
+    "CompressedLayerSpec",
+    "CompressedSpec",
+    "LayerSpec",
+    "MaskForm",
+    "MaskKind",
+    "ModelIdentity",
+    "ModelSpec",
+    "PositionLimit",
+    "RotarySpec",
+    "TensorSpec",
+    "compare",
+]

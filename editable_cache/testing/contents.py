@@ -1,7 +1,8 @@
 """What a cache holds, in the form that oracles give it in, and the two ways to compare.
 
-Shapes: n slots, L layers, H key/value heads, D head size; batch size 1 throughout. Lists of states hold the keys of
-every layer, then the values of every layer: 2 L tensors ``[1, H, n, D]``.
+Shapes: n slots, L layers, H key/value heads, D head size; batch size 1 throughout. ``cells_in`` names every per-token
+tensor of a cache as ``OracleResult.cells`` does. Lists of states are for models that store keys and values and nothing
+else: the keys of every layer, then the values of every layer, 2 L tensors ``[1, H, n, D]``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from editable_cache.adapters import host
+from editable_cache.cache import EditableLayer
 from editable_cache.editable import EditableCache
 from editable_cache.testing import oracles
 from editable_cache.testing.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
@@ -43,6 +45,29 @@ def random_ids(count: int, seed: int = 0) -> Tensor:
     return torch.randint(FIRST_PLAIN_ID, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed))
 
 
+def layers_of(cache: EditableCache) -> list[dict[str, Tensor]]:
+    """A copy of every per-token tensor of each layer, ``[1, H, n, D]``; empty where a layer stores none."""
+    layers = []
+    for layer in cache.layers:
+        holders = layer.holders if isinstance(layer, EditableLayer) else ()
+        layers.append({name: t.clone() for holder in holders for name, t in holder.view().items() if t.shape[-2]})
+    return layers
+
+
+def cells_in(cache: EditableCache, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
+    """A copy of what slots ``[start, stop)`` hold, as ``OracleResult.cells`` names it."""
+    return {
+        f"layer {i} {name}": tensor[..., start:stop, :]
+        for i, layer in enumerate(layers_of(cache))
+        for name, tensor in layer.items()
+    }
+
+
+def recurrent_in(cache: EditableCache) -> dict[str, Tensor]:
+    """A copy of every recurrent and convolution state, as ``OracleResult.states`` names it."""
+    return {name: tensor.clone() for name, tensor in oracles.state_tensors(cache).items()}
+
+
 def states_of(cache: EditableCache, start: int = 0, stop: int | None = None) -> list[Tensor]:
     """A copy of what slots ``[start, stop)`` hold; an empty list where nothing was ever stored."""
     views = [view for layer in cache.editable_layers if (view := layer.view())]
@@ -58,6 +83,17 @@ def halves(states: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Keys of every layer and values of every layer of `states_of`."""
     middle = len(states) // 2
     return list(states[:middle]), list(states[middle:])
+
+
+def same_cells(actual: oracles.Cells, expected: oracles.Cells) -> bool:
+    """Whether two sets of named tensors are equal bit for bit."""
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def ids_known_to(model: PreTrainedModel, count: int, seed: int = 3) -> Tensor:
+    """Ids of the model's vocabulary but its first few, which are often special, int64 ``[count]``."""
+    size = int(model.config.get_text_config().vocab_size)
+    return torch.randint(FIRST_PLAIN_ID, size, (count,), generator=torch.Generator().manual_seed(seed))
 
 
 def same_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:

@@ -11,6 +11,10 @@ test says which one it means:
 | `cells` | unselected cells keep cached keys and values, selected ones are computed | a partial recompute |
 | `full` | a plain prefill | a recompute of everything, and any operation claimed exact |
 
+Caches are stock for the model's config, except that sliding layers keep every token (the model's mask still applies
+the window). A result holds every per-token tensor of every layer, whatever it is called: found by its shape, not by a
+list of names.
+
 Shapes: n tokens, L layers, H key/value heads, D head size, V vocabulary. Batch size is 1 throughout. Token
 ids, positions, groups and validity may be given as [n] or [1, n]. Nothing given is modified; results are
 detached.
@@ -25,35 +29,63 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 from transformers.masking_utils import create_masks_for_generate
+
+Cells = Mapping[str, Tensor]
+"""What one layer stores for each token, by name, ``[1, H, n, D]`` as stored, that is after rotation."""
 
 
 class OracleResult(NamedTuple):
     """What an oracle saw."""
 
     logits: Tensor  # [1, n, V]
-    keys: list[Tensor]  # L tensors [1, H, n, D], as stored, that is after rotation
-    values: list[Tensor]  # L tensors [1, H, n, D]
+    layers: Sequence[Cells]  # L of them, empty where a layer stores nothing for each token
+    states: Cells = MappingProxyType({})  # recurrent and convolution states by name, such as "layer 0 conv_states.0"
+
+    @property
+    def keys(self) -> list[Tensor]:
+        """The keys of every layer that has any."""
+        return [layer["keys"] for layer in self.layers if "keys" in layer]
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The values of every layer that has any."""
+        return [layer["values"] for layer in self.layers if "values" in layer]
+
+    @property
+    def cells(self) -> dict[str, Tensor]:
+        """Every per-token tensor by name, such as ``"layer 3 keys"``."""
+        return {f"layer {i} {name}": t for i, layer in enumerate(self.layers) for name, t in layer.items()}
+
+    def span(self, start: int, stop: int | None = None) -> OracleResult:
+        """Tokens ``[start, stop)`` of it; states, which stand for all tokens, are left out."""
+        cut = [{name: t[..., start:stop, :] for name, t in layer.items()} for layer in self.layers]
+        return OracleResult(self.logits[:, start:stop], cut)
 
 
-States = Tensor | Sequence[Tensor] | OracleResult
-"""What `check` compares: one tensor, one per layer, or all that an oracle saw."""
+States = Tensor | Sequence[Tensor] | Cells | OracleResult
+"""What `check` compares: one tensor, one per layer, tensors by name, or all that an oracle saw."""
 
 
 def full(model: PreTrainedModel, ids: Tensor, positions: Tensor | None = None) -> OracleResult:
     """FULL: plain prefill of `ids` at `positions` (None: the model's own, 0 to n-1) into an empty cache.
 
-    The cache is made without a config, so that sliding layers keep every token; the model's mask still
-    applies the window. Positions may have gaps: transformers takes them for packed sequences only where it
-    sees no cache.
+    Positions may have gaps: transformers takes them for packed sequences only where it sees no cache.
     """
-    return _prefill(model, _row(ids), positions, DynamicCache())
+    return _prefill(model, _row(ids), positions, fresh_cache(model))
 
 
 def iso(
@@ -71,17 +103,13 @@ def iso(
     """
     ids, positions = _row(ids), _row(positions)
     if prefix_ids is None:
-        return _prefill(model, ids, positions, DynamicCache())
+        return _prefill(model, ids, positions, fresh_cache(model))
     prefix_ids = _row(prefix_ids)
     length = prefix_ids.shape[-1]
     prefix_positions = torch.arange(length)[None] if prefix_positions is None else _row(prefix_positions)
     positions = torch.cat([prefix_positions.to(positions.device), positions], dim=-1)
-    whole = _prefill(model, torch.cat([prefix_ids, ids], dim=-1), positions, DynamicCache())
-    return OracleResult(
-        whole.logits[:, length:],
-        [keys[..., length:, :] for keys in whole.keys],
-        [values[..., length:, :] for values in whole.values],
-    )
+    whole = _prefill(model, torch.cat([prefix_ids, ids], dim=-1), positions, fresh_cache(model))
+    return whole.span(length)
 
 
 def frozen(
@@ -102,7 +130,7 @@ def frozen(
     seen = same | (groups[:, None] == 0)  # [queries, keys]
     if valid is not None:
         seen = seen & _row(valid)[0].to(ids.device, torch.bool)[None, :]
-    return _prefill(model, ids, positions, DynamicCache(), mask=masks(model, seen))
+    return _prefill(model, ids, positions, fresh_cache(model), mask=masks(model, seen))
 
 
 def cells(
@@ -113,7 +141,17 @@ def cells(
     cached_values: Sequence[Tensor],
     mask: Tensor,
 ) -> OracleResult:
-    """CELLS: at every layer, cells outside `mask` keep their cached keys and values, the others are computed.
+    """CELLS for a model whose every layer stores keys and values and nothing else; see `layer_cells`."""
+    if len(cached_keys) != len(cached_values):
+        raise ValueError(f"cells: got {len(cached_keys)} cached keys and {len(cached_values)} cached values")
+    cached = [{"keys": k, "values": v} for k, v in zip(cached_keys, cached_values, strict=True)]
+    return layer_cells(model, ids, positions, cached, mask)
+
+
+def layer_cells(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor | None, cached: Sequence[Cells], mask: Tensor
+) -> OracleResult:
+    """CELLS: at every layer, cells outside `mask` keep what is cached, the others are computed.
 
     A computed cell comes from the recomputed hidden state of its token, and every query attends to the
     mixture. All n tokens run, so the logits of all come back; they mean something only for tokens that were
@@ -123,47 +161,62 @@ def cells(
     Args:
         model: Any model whose cache layers hold one row per token.
         ids: Token ids [n], every slot of the cache.
-        positions: Position of each slot [n].
-        cached_keys: L tensors [1, H, n, D].
-        cached_values: L tensors [1, H, n, D].
+        positions: Position of each slot [n], or None for the model's own.
+        cached: Every per-token tensor of each of the L cache layers [1, H, n, D]; empty where there is none.
         mask: True where a cell is computed: [L, n], or [n] for all layers alike.
     """
     ids = _row(ids)
-    length, num_layers = ids.shape[-1], len(cached_keys)
+    length, num_layers = ids.shape[-1], len(cached)
     mask = mask.to(ids.device, torch.bool)
     if mask.shape == (length,):
         mask = mask.expand(num_layers, length)
-    if mask.shape != (num_layers, length) or len(cached_values) != num_layers:
+    if mask.shape != (num_layers, length):
         raise ValueError(
-            f"cells: expected a mask of {num_layers} layers x {length} tokens with as many cached values, "
-            f"got mask {tuple(mask.shape)} and {len(cached_values)} cached values"
+            f"cells: expected a mask of {num_layers} layers x {length} tokens, got mask {tuple(mask.shape)}"
         )
-    layers: list[Any] = [_SubstitutingLayer(*layer) for layer in zip(cached_keys, cached_values, mask, strict=True)]
-    return _prefill(model, ids, positions, Cache(layers=layers))
+    cache = fresh_cache(model)
+    stock: Any = cache.layers
+    cache.layers = [
+        _SubstitutingLayer(layer, selected) if layer else untouched
+        for layer, selected, untouched in zip(cached, mask, stock, strict=True)
+    ]
+    return _prefill(model, ids, positions, cache)
 
 
 class _SubstitutingLayer(DynamicLayer):
     """A cache layer that answers one prefill with a mixture of cached and computed rows."""
 
-    def __init__(self, cached_keys: Tensor, cached_values: Tensor, selected: Tensor) -> None:
+    indexer_position_ids: Tensor | None = None
+
+    def __init__(self, cached: Cells, selected: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cached = cached_keys, cached_values
-        self.selected = selected[None, None, :, None]
+        self._cached, self._selected = cached, selected[None, None, :, None]
+        self.is_indexer_initialized = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.is_initialized:
             raise RuntimeError("cells: a substituting layer answers one forward only")
         self.lazy_initialization(key_states, value_states)
-        mixed = []
-        for computed, cached in zip((key_states, value_states), self.cached, strict=True):
-            if computed.shape != cached.shape:
-                raise ValueError(
-                    f"cells: expected cached states {tuple(computed.shape)}, got {tuple(cached.shape)}; "
-                    "a sliding cache layer that dropped rows cannot be used here"
-                )
-            mixed.append(torch.where(self.selected, computed, cached.to(computed)))
-        self.keys, self.values = mixed
+        self.keys, self.values = self._mixed("keys", key_states), self._mixed("values", value_states)
         return self.keys, self.values
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        self.is_indexer_initialized = True
+        self.indexer_keys = self._mixed("indexer_keys", indexer_key_states[:, None])[:, 0]
+        return self.indexer_keys
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        self.idx_keys = self._mixed("idx_keys", idx_k)
+        return self.idx_keys
+
+    def _mixed(self, name: str, computed: Tensor) -> Tensor:
+        cached = self._cached[name]
+        if computed.shape != cached.shape:
+            raise ValueError(
+                f"cells: expected cached states {tuple(computed.shape)}, got {tuple(cached.shape)}; "
+                "a sliding cache layer that dropped rows cannot be used here"
+            )
+        return torch.where(self._selected, computed, cached.to(computed))
 
 
 def masks(model: PreTrainedModel, seen: Tensor) -> Tensor | dict[str, Tensor]:
@@ -251,20 +304,25 @@ def check(
 
 def _listed(actual: States, expected: States, what: str) -> tuple[list[str], list[Tensor], list[Tensor]]:
     """Names, actual and expected tensors, one of each per tensor to compare."""
-    if isinstance(actual, OracleResult) and isinstance(expected, OracleResult):
-        names = [f"{what} logits"]
-        names += [f"{what} {name} layer {i}" for name in ("keys", "values") for i in range(len(expected.keys))]
-        actual = [actual.logits, *actual.keys, *actual.values]
-        expected = [expected.logits, *expected.keys, *expected.values]
-    elif isinstance(actual, Tensor) and isinstance(expected, Tensor):
-        names, actual, expected = [what], [actual], [expected]
-    elif isinstance(actual, Tensor | OracleResult) or isinstance(expected, Tensor | OracleResult):
+    actuals, expecteds = _named(actual, what), _named(expected, what)
+    kinds = (Tensor, OracleResult, Mapping, Sequence)
+    if next(k for k in kinds if isinstance(actual, k)) is not next(k for k in kinds if isinstance(expected, k)):
         raise TypeError(f"check {what}: got {type(actual).__name__}, expected {type(expected).__name__}")
-    else:
-        names = [f"{what} layer {i}" for i in range(len(expected))]
-    if len(actual) != len(expected):
-        raise ValueError(f"check {what}: got {len(actual)} tensors, expected {len(expected)}")
-    return names, list(actual), list(expected)
+    if len(actuals) != len(expecteds):
+        raise ValueError(f"check {what}: got {len(actuals)} tensors, expected {len(expecteds)}")
+    if actuals.keys() != expecteds.keys():
+        raise ValueError(f"check {what}: got {sorted(actuals)}, expected {sorted(expecteds)}")
+    return list(expecteds), [actuals[name] for name in expecteds], list(expecteds.values())
+
+
+def _named(states: States, what: str) -> dict[str, Tensor]:
+    if isinstance(states, Tensor):
+        return {what: states}
+    if isinstance(states, OracleResult):
+        states = {"logits": states.logits, **states.cells, **states.states}
+    if isinstance(states, Mapping):
+        return {f"{what} {name}": tensor for name, tensor in states.items()}
+    return {f"{what} layer {i}": tensor for i, tensor in enumerate(states)}
 
 
 def _prefill(
@@ -283,8 +341,48 @@ def _prefill(
     mask = torch.ones_like(ids) if mask is None else mask
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=mask, use_cache=True, **arguments).logits
+    return OracleResult(logits, token_tensors(cache, ids.shape[-1]), state_tensors(cache))
+
+
+def fresh_cache(model: PreTrainedModel) -> DynamicCache:
+    """A stock cache for the model's config in which sliding layers keep every token."""
+    cache = DynamicCache(config=model.config)
     layers: list[Any] = cache.layers
-    return OracleResult(logits, [layer.keys for layer in layers], [layer.values for layer in layers])
+    for i, layer in enumerate(layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            layers[i] = DynamicLayer()
+        elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+            layers[i] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
+    return cache
+
+
+def token_tensors(cache: Cache, length: int) -> list[dict[str, Tensor]]:
+    """What each layer holds for each of `length` tokens, by name, as [1, H, length, D] (views).
+
+    Indexer keys [1, length, D] get a head; positions [axes, 1, length] are brought into the same form.
+    """
+    layers = []
+    for layer in cache.layers:
+        found = {}
+        for name, tensor in vars(layer).items():
+            if isinstance(tensor, Tensor) and not name.startswith("_") and tensor.ndim in (3, 4):
+                if tensor.ndim == 3:
+                    tensor = tensor[:, None] if tensor.is_floating_point() else tensor.transpose(0, 1)[..., None]
+                if tensor.shape[-2] == length:
+                    found[name] = tensor
+        layers.append(found)
+    return layers
+
+
+def state_tensors(cache: Cache) -> dict[str, Tensor]:
+    """Recurrent and convolution states of a cache by name, [1, ...] (views)."""
+    return {
+        f"layer {i} {name}.{index}": tensor
+        for i, layer in enumerate(cache.layers)
+        for name in ("conv_states", "recurrent_states")
+        for index, tensor in (vars(layer).get(name) or {}).items()
+        if isinstance(tensor, Tensor)
+    }
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -48,7 +48,9 @@ class TinyFamily:
     Attributes: model_type: transformers' name of the architecture. config: Arguments of its config.
         set_after: Attributes set on the finished config, past its checks and its own defaults. attention:
         Attention implementations that transformers has for it and that take a mask tensor, default first.
-        refused_because: Why a first version of the library must refuse it; None where it must be exact.
+        refused_because: Why its cells can't be moved; None where they can.
+        kind: "rotation" of its keys; "latent": its keys stay and its values rotate; "hybrid": recurrent layers;
+        "position-free": nothing rotates, and it takes no mask over chosen cells; "limited": it moves below a position.
     """
 
     model_type: str
@@ -56,6 +58,7 @@ class TinyFamily:
     set_after: Mapping[str, Any] = field(default_factory=dict)
     attention: tuple[str, ...] = ("sdpa", "eager")
     refused_because: str | None = None
+    kind: Literal["rotation", "latent", "hybrid", "position-free", "limited"] = "rotation"
 
 
 _SMALL = {
@@ -171,7 +174,7 @@ FAMILIES: dict[str, TinyFamily] = {
     "llama_dynamic": TinyFamily(
         "llama",
         _small(max_position_embeddings=64, rope_parameters=_rope("dynamic", factor=2.0)),
-        refused_because="dynamic NTK: frequencies depend on the longest position seen (here beyond 64)",
+        kind="limited",
     ),
     "deepseek_v3": TinyFamily(
         "deepseek_v3",
@@ -192,7 +195,7 @@ FAMILIES: dict[str, TinyFamily] = {
             first_k_dense_replace=1,
             rope_parameters=_rope(),
         ),
-        refused_because="multi-head latent attention: `keys` is the latent, `values` the rotated part",
+        kind="latent",
     ),
     "falcon_h1": TinyFamily(
         "falcon_h1",
@@ -206,7 +209,7 @@ FAMILIES: dict[str, TinyFamily] = {
             mamba_chunk_size=4,
             rope_parameters=_rope(),
         ),
-        refused_because="hybrid: the recurrent state of a chunk cannot be cut out",
+        kind="hybrid",
     ),
     "bloom": TinyFamily(
         "bloom",
@@ -221,15 +224,26 @@ FAMILIES: dict[str, TinyFamily] = {
             "eos_token_id": None,
         },
         attention=("eager",),
-        refused_because="ALiBi: the distance comes from the cache slot, and the model takes no 4-D mask",
+        kind="position-free",
     ),
 }
 
-TINY_FAMILIES: tuple[str, ...] = tuple(name for name, row in FAMILIES.items() if row.refused_because is None)
-"""Families that the library must handle exactly."""
+TINY_FAMILIES: tuple[str, ...] = tuple(
+    name for name, row in FAMILIES.items() if row.refused_because is None and row.kind == "rotation"
+)
+"""Families that store keys, which rotate, and values, which do not."""
+
+LATENT_FAMILIES: tuple[str, ...] = tuple(name for name, row in FAMILIES.items() if row.kind == "latent")
+"""Families with latent attention."""
+
+HYBRID_FAMILIES: tuple[str, ...] = tuple(name for name, row in FAMILIES.items() if row.kind == "hybrid")
+"""Families with recurrent layers."""
+
+POSITION_FREE_FAMILIES: tuple[str, ...] = tuple(name for name, row in FAMILIES.items() if row.kind == "position-free")
+"""Families whose cells do not depend on the position."""
 
 REFUSED_FAMILIES: tuple[str, ...] = tuple(name for name, row in FAMILIES.items() if row.refused_because is not None)
-"""Families that a first version refuses; `FAMILIES[name].refused_because` says why."""
+"""Families whose cells can't be moved; `FAMILIES[name].refused_because` says why."""
 
 
 def tiny_config(family: str) -> PreTrainedConfig:

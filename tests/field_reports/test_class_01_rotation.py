@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from cache_support import make_cache, shared_model, shared_tokenizer, some_ids
+from cache_support import make_cache, refused, shared_model, shared_tokenizer, some_ids
 
-from editable_cache import EditableCache, Skill, UnsupportedModelError
+from editable_cache import ContextWarning, EditableCache, Skill, SpanError
 from editable_cache.adapters import model_spec
 from editable_cache.ops import rotate_into, rotation
-from editable_cache.testing import oracles
-from editable_cache.testing.tiny_models import tiny_model
+from editable_cache.testing import oracles, zoo
 
 
 def chunk_of(family: str, count: int = 7, seed: int = 3) -> Skill:
@@ -77,13 +76,26 @@ def test_b02_swapped_bases_would_show() -> None:
         assert (max(errors) < 1e-4) is right
 
 
-def test_b03_latent_attention_is_refused_before_anything_moves() -> None:
+def test_b03_latent_attention() -> None:
     """ggml-org/llama.cpp#8498, #8862, #10401: DeepSeek's `keys` hold the latent, which must not be rotated."""
-    model = shared_model("deepseek_v3")
-    with pytest.raises(UnsupportedModelError) as caught:
-        Skill.precompile(model, None, some_ids(5)[0], name="x")
-    assert caught.value.reasons
-    assert any("values" in reason.what for reason in caught.value.reasons)
+    model, chunk, cache = shared_model("deepseek_v3"), chunk_of("deepseek_v3"), make_cache("deepseek_v3")
+    cache.append(some_ids(5)[0])
+    cache.splice(chunk, seam_tokens=0)
+    before = [t.clone() for t in cells(cache, 5, 12)[0]]
+    cache.reposition("chunk", position=35)
+    assert all(torch.equal(old, new) for old, new in zip(before, cells(cache, 5, 12)[0], strict=True))
+    places = torch.arange(35, 42)
+    expected = oracles.iso(model, chunk.token_ids, places)
+    oracles.check(cells(cache, 5, 12)[1], expected.values, what="rotated part")
+    with pytest.raises(AssertionError):  # control: one position off must show
+        oracles.check(cells(cache, 5, 12)[1], oracles.iso(model, chunk.token_ids, places + 1).values)
+    suffix = some_ids(4, seed=6)[0]
+    ids = torch.cat((cache.token_ids[0], suffix))
+    positions, groups = torch.cat((cache.positions[0], torch.arange(42, 46))), torch.zeros(len(ids))
+    groups[5:12] = 1
+    cache.append(suffix)
+    frozen = oracles.frozen(model, ids, positions, groups)
+    oracles.check(cache.next_token_logits(), frozen.logits[:, -1])
 
 
 @pytest.mark.parametrize("family", ["phi", "gpt_neox", "glm"])
@@ -120,16 +132,60 @@ def test_b06_scaling_is_not_applied_twice(family: str) -> None:
         assert torch.allclose(old, new, atol=1e-5)
 
 
+def _length_dependent(kind: str) -> Any:
+    return zoo.build({"dynamic": "llama:dynamic", "longrope": "phi3:longrope"}[kind])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_b07_below_the_limit_cells_move(kind: str) -> None:
+    """huggingface/transformers#25104, #27227: below the original limit one set of frequencies serves all positions."""
+    model = _length_dependent(kind)
+    limit, ids = model_spec(model).limit, zoo.ids_for(model, 16, 1)
+    assert limit is not None
+    assert kind in limit.name
+    cache = EditableCache(model)
+    cache.append(ids[:4])
+    cache.splice(Skill.precompile(model, None, ids[4:10], name="chunk"), seam_tokens=0, position=limit.value - 8)
+    places = torch.arange(6) + limit.value - 8
+    oracles.check(cells(cache, 4, 10)[0], oracles.iso(model, ids[4:10], places).keys)
+    with pytest.raises(AssertionError):  # control: one position off must show
+        oracles.check(cells(cache, 4, 10)[0], oracles.iso(model, ids[4:10], places - 1).keys)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_b07_frequencies_that_depend_on_the_length(kind: str) -> None:
-    """huggingface/transformers#25104, #27227: dynamic NTK rotates with another base at every length."""
-    if kind == "dynamic":
-        model = shared_model("llama_dynamic")
-    else:
-        model = tiny_model("llama")
-        model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "longrope"}
-    with pytest.raises(UnsupportedModelError, match=kind):
-        Skill.precompile(model, None, some_ids(10)[0], name="x")
+    """huggingface/transformers#25104, #27227: beyond it the model rotates with others; nothing may move there."""
+    model = _length_dependent(kind)
+    limit, ids = model_spec(model).limit, zoo.ids_for(model, 16, 1)
+    cache, chunk = EditableCache(model), Skill.precompile(model, None, ids[4:10], name="chunk")
+    cache.append(ids[:4])
+    cache.splice(chunk, seam_tokens=0)
+    for call in (
+        lambda: cache.splice(chunk, name="far", position=limit.value - 3),
+        lambda: cache.reposition("chunk", position=limit.value - 3),
+    ):
+        with refused(cache, SpanError, ValueError, str(limit.value)):
+            call()
+
+
+def test_b07_a_context_that_passes_the_limit_is_computed_as_a_plain_prefill() -> None:
+    """huggingface/transformers#27227: in pieces the first tokens would get other frequencies than in one forward."""
+    model = _length_dependent("longrope")
+    limit = model_spec(model).limit.value
+    ids = zoo.ids_for(model, 1400, 1)
+    assert limit < 1024 < len(ids)
+    cache = EditableCache(model)
+    cache.append(ids)
+    expected = oracles.full(model, ids)
+    oracles.check(cells(cache, 0, len(ids))[0], expected.keys)
+    short = EditableCache(model)
+    short.append(ids[:9])
+    with pytest.warns(ContextWarning, match=str(limit)):
+        short.append(ids[9:])
+    with pytest.raises(AssertionError):  # the model's own inconsistency, as in a plain cache
+        oracles.check(cells(short, 0, len(ids))[0], expected.keys)
+    short.recompute(slice(None))
+    oracles.check(cells(short, 0, len(ids))[0], expected.keys)
 
 
 def test_b08_a_closed_gap() -> None:

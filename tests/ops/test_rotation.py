@@ -174,6 +174,48 @@ def test_control_turning_by_frequency_times_distance_is_worse(family: str) -> No
     assert oracles.relative_error(exact, first_layer_keys(family, target)) < 1e-6
 
 
+@pytest.mark.parametrize("family", ["llama", "glm", "cohere", "llama_yarn", "llama_llama3"])
+def test_exact_at_every_distance_where_the_product_is_not(family: str) -> None:
+    """The claim of docs/numerics.md: 1e-6 up to 262,144, which ``inv_freq * distance`` in float64 misses."""
+    rotary, near = first_rotary(family), first_layer_keys(family, 0)
+    errors = {}
+    for distance in (1, 10, 100, 1_000, 10_000, 32_000, 100_000, 262_144):
+        expected = first_layer_keys(family, distance)
+        oracles.check(turned(near, rotary, 0, distance), expected, 1e-6)
+        angle = torch.tensor(rotary.inv_freq, dtype=torch.float64) * distance
+        errors[distance] = oracles.relative_error(by_angle(near, rotary, angle), expected)
+    assert errors[262_144] > 1e-4
+    assert errors[1] < 1e-6
+
+
+def by_angle(states: Tensor, rotary: RotarySpec, angle: Tensor) -> Tensor:
+    """`states` turned by ``angle`` ``[..., frequencies]`` in float64, as complex numbers."""
+    out = states.double().clone()
+    part = out[..., rotary.start : rotary.stop]
+    count = len(rotary.inv_freq)
+    half = rotary.layout == "half"
+    first, second = (part[..., :count], part[..., count:]) if half else (part[..., 0::2], part[..., 1::2])
+    number = torch.complex(first.contiguous(), second.contiguous()) * torch.polar(torch.ones_like(angle), angle)
+    first.copy_(number.real)
+    second.copy_(number.imag)
+    return out
+
+
+@pytest.mark.parametrize("start", [0, 12, 24], ids=["leading", "middle", "trailing"])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_exact_at_the_farthest_distance_for_every_slice(layout: str, start: int) -> None:
+    table = (10_000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float32) / 16)).tolist()
+    rotary = RotarySpec(tuple(table), layout, start)  # type: ignore[arg-type]
+    plain = torch.randn(1, 2, 9, 40, generator=torch.Generator().manual_seed(0))
+    source = torch.arange(9)
+    near, far = (
+        by_angle(plain, rotary, (positions[:, None].float() * torch.tensor(table)).double())
+        for positions in (source, source + 262_144)
+    )
+    oracles.check(turned(near.float(), rotary, source, source + 262_144), far, 1e-6)
+    assert oracles.relative_error(turned(near.float(), rotary, source, source + 262_145), far) > 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "cohere", "llama_yarn"])
 def test_moved_a_hundred_times_is_as_exact_as_moved_once(family: str, dtype: torch.dtype) -> None:

@@ -93,11 +93,7 @@ class TestAgreement:
     def test_frozen_chunk_is_iso(self, family: str, attention: str) -> None:
         model, (ids, positions) = model_of(family, attention), document()
         whole = oracles.frozen(model, ids, positions, chunk_groups())
-        inside = oracles.OracleResult(
-            whole.logits[:, CHUNK],
-            [keys[..., CHUNK, :] for keys in whole.keys],
-            [values[..., CHUNK, :] for values in whole.values],
-        )
+        inside = whole.span(CHUNK.start, CHUNK.stop)
         oracles.check(inside, oracles.iso(model, ids[CHUNK], positions[CHUNK]))
         must_differ(inside.keys, oracles.iso(model, ids[CHUNK], positions[CHUNK] + 1).keys)
 

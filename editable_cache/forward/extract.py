@@ -1,0 +1,80 @@
+"""Cut a chunk out of a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from editable_cache.adapters import identify
+from editable_cache.cache import UNKNOWN, Ledger, LedgeredCache
+from editable_cache.chunk import ImageSpan, KVChunk, Provenance
+from editable_cache.errors import LedgerError, SpanError
+from editable_cache.forward import run
+from editable_cache.forward.spans import Where, resolve
+
+
+def extract(cache: LedgeredCache, tokenizer: Any, where: Where, *, name: str | None = None) -> KVChunk:
+    """Cut out a chunk; see ``EditableCache.extract``."""
+    model = run.require_model(cache, "extract")
+    cache.require_idle("extract")
+    cache.adopt()
+    cache.require_cells_only("extract", "compile the text with Skill.precompile")
+    cache.require_same_weights("extract")
+    ledger = cache.ledger
+    start, stop = resolve(ledger, where, "extract")
+    if ledger.batch != 1:
+        raise SpanError(f"extract: expected a cache of one row, got {ledger.batch}; take a row with unstack() first.")
+    ids = ledger.ids[0, start:stop]
+    if bool((ids == UNKNOWN).any()):
+        raise LedgerError(
+            f"extract: the ids of slots [{start}, {stop}) are unknown; only tokens that the cache saw can be cut out."
+        )
+    causes = ledger.causes(start, stop)
+    seen = tuple(ledger.ids[0, :start].tolist())
+    isolated = bool((ledger.groups[0, start:stop] != 0).any())
+    whole = _isolated_prefix(ledger, start, stop)
+    if whole is not None:  # a piece of one isolated chunk has seen what that chunk had seen, and nothing else
+        seen, causes, isolated = whole, (), False
+    gaps = not torch.equal(ledger.positions[0, :stop], torch.arange(stop)) and whole is None and bool(seen)
+    note = "; ".join(
+        [
+            *(f"stale: {cause}" for cause in causes),
+            *(["holds cells of an isolated chunk"] if isolated else []),
+            *(["computed at positions with gaps or out of order"] if gaps else []),
+        ]
+    )
+    return KVChunk(
+        layers=tuple(
+            {name: tensor[..., start:stop, :].detach().clone() for name, tensor in layer.view().items()}
+            for layer in cache.editable_layers
+        ),
+        token_ids=ids.clone(),
+        axes=ledger.axes[0, start:stop].clone() if bool(ledger.axes[0, start:stop].any()) else None,
+        images=image_spans(ledger, start, stop),
+        position_ids=ledger.positions[0, start:stop].clone(),
+        model=identify(model, tokenizer),
+        provenance=Provenance("extracted" if seen or note else "precompiled", seen, note),
+        name=name,
+    )
+
+
+def image_spans(ledger: Ledger, start: int, stop: int, row: int = 0) -> tuple[ImageSpan, ...]:
+    """The images of slots ``[start, stop)`` of a row, counted from ``start``, ascending."""
+    numbers = ledger.images[row, start:stop]
+    spans = []
+    for number in numbers[numbers > 0].unique().tolist():
+        slots = (numbers == number).nonzero()[:, 0].tolist()
+        spans.append(ImageSpan(slots[0], slots[-1] + 1, ledger.digests[number - 1]))
+    return tuple(sorted(spans, key=lambda span: span.start))
+
+
+def _isolated_prefix(ledger: Ledger, start: int, stop: int) -> tuple[int, ...] | None:
+    """What the cells of a span had seen if all belong to one isolated chunk, in order; else None."""
+    groups, offsets = ledger.groups[0, start:stop], ledger.offsets[0, start:stop]
+    first = int(offsets[0])
+    in_order = torch.equal(offsets, torch.arange(first, first + stop - start))
+    if not int(groups[0]) or bool((groups != groups[0]).any()) or not in_order:
+        return None
+    chunk = ledger.chunks[int(groups[0]) - 1]
+    return (*chunk.prefix_ids, *chunk.ids[:first])

@@ -1,0 +1,37 @@
+"""Masks for chosen tokens, in the form that the model takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from editable_cache.adapters import host
+from editable_cache.cache import LedgeredCache
+from editable_cache.spec import MaskKind, ModelSpec
+
+
+def masks_for(cache: LedgeredCache, spec: ModelSpec, slots: Tensor) -> Any:
+    """Additive float masks ``[batch, 1, num_rows, length]``: one, or one for each layer type, with the window or block
+    of the layer inside.
+
+    Additive because eager attention adds whatever it is given: a bool mask would be silently wrong.
+    """
+    assert cache.model is not None
+    dtype, device = host.dtype_of(cache.model), host.device_of(cache.model)
+    columns = torch.arange(len(cache.ledger))
+    seen = (columns <= slots[:, None]) & cache.ledger.valid[:, None, None, :]
+
+    def additive(kind: MaskKind) -> Tensor:
+        inside = seen
+        if kind.sliding_window is not None:
+            inside = inside & (columns > slots[:, None] - kind.sliding_window)
+        if kind.chunk_size is not None:
+            inside = inside & (columns // kind.chunk_size == slots[:, None] // kind.chunk_size)
+        low = torch.tensor(torch.finfo(dtype).min, dtype=dtype)
+        return torch.where(inside, torch.zeros((), dtype=dtype), low).to(device)
+
+    if spec.mask_form == "tensor":
+        return additive(spec.masks[0])
+    return {kind.layer_type: additive(kind) for kind in spec.masks}
