@@ -6,6 +6,7 @@
 #   make test-lowest  the tests with the lowest transformers that is supported
 #   make test-matrix  test and test-lowest
 #   make bench        benchmarks
+#   make sweep        every model type of transformers against the oracles; writes docs/architectures.md
 #   make clean        remove environments and caches (not the downloaded models)
 
 PYTHON ?= python3
@@ -26,7 +27,7 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 export PYTHONUTF8 := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint types test test-all test-lowest test-matrix bench format clean
+.PHONY: help venv demo lint types test test-all test-lowest test-matrix bench sweep format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -79,6 +80,14 @@ test-matrix:
 bench: $(STAMP)
 	@$(VENV)/bin/python benchmarks/compose.py $(BENCH_ARGS)
 	@$(VENV)/bin/python benchmarks/fidelity.py $(BENCH_ARGS)
+	@$(VENV)/bin/python benchmarks/rotation.py $(BENCH_ARGS)
+	@$(VENV)/bin/python benchmarks/mrope.py $(BENCH_ARGS)
+	@$(VENV)/bin/python benchmarks/probe.py $(BENCH_ARGS)
+	@$(VENV)/bin/python benchmarks/hybrids.py $(BENCH_ARGS)
+
+sweep: $(STAMP)
+	@$(VENV)/bin/python -m editable_cache.testing.sweep --json benchmarks/results/architectures.json \
+		--markdown docs/architectures.md
 
 format: $(STAMP)
 	@$(VENV)/bin/ruff check --quiet --fix

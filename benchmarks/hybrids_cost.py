@@ -78,7 +78,7 @@ def measure(model: PreTrainedModel, tokens: int, *, rounds: int) -> dict[str, An
     assert skill.recurrence is not None
     start, stock = EditableCache(model), DynamicCache(config=model.config)
     start.append(prefix)
-    model(prefix[None], past_key_values=stock)
+    _run(model, prefix, stock, at=0)
     verify(model, start, stock, skill, query)
     ready: dict[str, Any] = {}
 
@@ -87,7 +87,7 @@ def measure(model: PreTrainedModel, tokens: int, *, rounds: int) -> dict[str, An
 
     seconds = paired(
         {
-            "stock": lambda: model(chunk[None], past_key_values=ready["stock"], logits_to_keep=1),
+            "stock": lambda: _run(model, chunk, ready["stock"], at=PREFIX, logits_to_keep=1),
             "append": lambda: ready["append"].append(chunk),
             "splice": lambda: ready["splice"].splice(skill),
         },
@@ -118,11 +118,19 @@ def verify(model: PreTrainedModel, start: EditableCache, stock: Any, skill: Skil
     appended, spliced, plain = start.fork(), start.fork(), copy.deepcopy(stock)
     appended.append(skill.token_ids)
     spliced.splice(skill)
-    model(skill.token_ids[None], past_key_values=plain)
-    answers = [model(query[None], past_key_values=cache).logits for cache in (appended, spliced, plain)]
+    _run(model, skill.token_ids, plain, at=PREFIX)
+    answers = [_run(model, query, cache, at=PREFIX + len(skill)) for cache in (appended, spliced, plain)]
     oracles.check(answers[0], answers[2])
     live = {"head": skill.recurrence.head, "tail": skill.recurrence.tail, "base": 0}
     result = threaded(model, start.token_ids, skill.token_ids[None], query[None], **live)
     expected = {"logits": result.logits, **named_cells(result.end)}
     oracles.check({"logits": answers[1], **cells_in(spliced), **recurrent_in(spliced)}, expected)
     must_differ(answers[0], result.logits)
+
+
+def _run(model: PreTrainedModel, ids: Tensor, cache: Any, *, at: int, **options: Any) -> Tensor:
+    """Logits of a stock forward. Positions are given: Bamba counts from 0 on a filled stock cache without them."""
+    logits: Tensor = model(
+        ids[None], position_ids=torch.arange(at, at + len(ids))[None], past_key_values=cache, **options
+    ).logits
+    return logits

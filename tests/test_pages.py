@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 PAGES = Path(__file__).parents[1] / "benchmarks" / "pages.py"
+
+
+sys.path.insert(0, str(PAGES.parent))  # as a script has it
 
 
 def load() -> ModuleType:
@@ -69,3 +73,27 @@ def test_the_figures_support_what_the_page_says() -> None:
         for part in model["prefix"].values():
             assert max(part["ways"]["all axes"]["keys"]) < 1e-4
             assert min(part["ways"]["temporal axis only"]["keys"]) > 0.1
+
+
+HYBRIDS = json.loads((PAGE.RESULTS / "hybrids.json").read_text("utf-8"))
+
+
+def test_another_figure_gives_another_page_of_hybrids() -> None:
+    other = json.loads(json.dumps(HYBRIDS))
+    name = next(iter(other["models"]))
+    other["models"][name]["arms"]["default"]["cosine"]["median"] = 0.5
+    other["cost"]["models"][name]["64"]["cell_bytes"] = 2**19
+    assert PAGE.hybrids_text(other).replace("0.50000", "") != PAGE.hybrids_text(HYBRIDS)
+    assert PAGE.hybrids_cost_table(other).replace("0.50", "") != PAGE.hybrids_cost_table(HYBRIDS)
+
+
+@pytest.mark.parametrize("name", HYBRIDS["models"])
+def test_a_composed_hybrid_beats_what_lacks_a_part(name: str) -> None:
+    model = HYBRIDS["models"][name]
+    arms = model["arms"]
+    assert model["questions"] >= 256
+    assert model["live_against_stock_worst_relative_error"] <= 1e-4
+    assert model["training"]["held_out_accuracy"] >= 0.98
+    default = arms["default"]["kl_nats_mean"]
+    for arm in ("the chunk's own state only", "the state before it only"):
+        assert arms[f"control: {arm}"]["kl_nats_mean"]["low"] > 3 * default["high"], arm

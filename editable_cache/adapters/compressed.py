@@ -2,8 +2,9 @@
 
 Such a model takes the position of an entry from the number of entries before it, so the tokens are run alone with that
 number set, and with ``position_ids`` to match. Without those entries the model's own mask, which numbers them from 0,
-would let a token see the entry of a window that closes later in the same forward. So a token that closes a window runs
-in a forward of its own.
+would let a token see the entry of a window that closes later in the same forward. So most tokens run with the inputs
+of all attention layers frozen to those at position 0, where nobody's sight matters, and the last ones live, those that
+close a window in forwards of their own.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 from editable_cache.adapters import host
 from editable_cache.adapters.classify import classify, frequency_tables
 from editable_cache.adapters.leaves import Path, leaves_of, tensors_of
+from editable_cache.adapters.mixers import find_mixers, recording, replaying
 from editable_cache.adapters.sample import NUM_TOKENS, random_ids
 from editable_cache.errors import Reason
 from editable_cache.ops import relative_error
 from editable_cache.spec import CompressedLayerSpec, CompressedSpec, RotarySpec
 
 OPEN_TOKENS = 3
-"""Tokens of the test behind the longest window: some windows stay open."""
+"""Tokens of the test behind the longest window, which run live; some windows stay open."""
 
 
 class CompressedFinding(NamedTuple):
@@ -36,7 +38,7 @@ class CompressedFinding(NamedTuple):
 
 
 class _Alone(NamedTuple):
-    """Logits ``[1, n, vocab]`` and, for each layer, its tensors of one row by path."""
+    """Logits of the live tokens ``[1, n, vocab]`` and, for each layer, its tensors of one row by path."""
 
     logits: Tensor
     layers: tuple[dict[Path, Tensor], ...]
@@ -69,34 +71,44 @@ def examine_compressed(model: nn.Module, offsets: Sequence[int], maximum: int, t
     if not aligned:
         return CompressedFinding(spec, (Reason("positions", f"room for {count}", str(maximum)),), 0.0)
     ids = random_ids(model, count, seed=2)
-    base = _run_alone(model, ids, 0, [count])
     try:
-        samples = {offset: _run_alone(model, ids, offset, _pieces(count, rates)) for offset in aligned}
+        mixers = find_mixers(model, ids[:, :NUM_TOKENS], None, host.full_cache(model.config))
+        with recording(model, mixers) as inputs:
+            cache = _body(model, ids, 0)
+        base = _live(model, ids, 0, cache, rates)
+        samples = {}
+        for offset in aligned:
+            with replaying(model, mixers, inputs):
+                cache = _body(model, ids, offset)
+            samples[offset] = _live(model, ids, offset, cache, rates)
     except Exception as error:  # whatever a model raises on a cache that was filled by hand
         why = Reason("tokens behind as many entries as position", "a forward", f"{type(error).__name__}: {error}"[:200])
         return CompressedFinding(spec, (why,), 0.0)
     return _explained(model, spec, base, samples, tolerance)
 
 
-def _pieces(count: int, rates: Sequence[int | None]) -> list[int]:
-    """Lengths of forwards over ``count`` tokens of which those that close a window are alone."""
-    closing = [i for i in range(count) if any(rate is not None and (i + 1) % rate == 0 for rate in rates)]
-    borders = sorted({0, count, *closing, *(i + 1 for i in closing)})
-    return [stop - start for start, stop in itertools.pairwise(borders)]
-
-
-def _run_alone(model: nn.Module, ids: Tensor, offset: int, pieces: Sequence[int]) -> _Alone:
+def _body(model: nn.Module, ids: Tensor, offset: int) -> Any:
+    """A stock cache with as many entries counted as stand for ``offset`` tokens, behind all ids but the last few."""
     cache = host.full_cache(model.config)
     for layer in cache.layers:
         rate = rate_of(layer)
         if rate is not None:
             counts = vars(layer)[host.COMPRESSED_COUNTS]
             counts.update(dict.fromkeys(counts, offset // rate))
-    logits, start = [], 0
-    for length in pieces:
-        positions = torch.arange(offset + start, offset + start + length)[None]
-        logits.append(host.run(model, ids[:, start : start + length], cache, position_ids=positions))
-        start += length
+    count = ids.shape[1] - OPEN_TOKENS
+    host.run(model, ids[:, :count], cache, position_ids=torch.arange(offset, offset + count)[None])
+    return cache
+
+
+def _live(model: nn.Module, ids: Tensor, offset: int, cache: Any, rates: Sequence[int | None]) -> _Alone:
+    """Run the last few ids behind the others; one that closes a window alone."""
+    first, count = ids.shape[1] - OPEN_TOKENS, ids.shape[1]
+    closing = [i for i in range(first, count) if any(rate is not None and (i + 1) % rate == 0 for rate in rates)]
+    borders = sorted({first, count, *closing, *(i + 1 for i in closing)})
+    logits = []
+    for start, stop in itertools.pairwise(borders):
+        places = torch.arange(offset + start, offset + stop)[None]
+        logits.append(host.run(model, ids[:, start:stop], cache, position_ids=places))
     return _Alone(torch.cat(logits, dim=1), tuple(tensors_of(leaves_of(layer)) for layer in cache.layers))
 
 

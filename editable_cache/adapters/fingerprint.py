@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from editable_cache.adapters import host
+from editable_cache.adapters.rope_types import renewed_buffers
 from editable_cache.adapters.weights import contents, form, plain, stored
 from editable_cache.adapters.wrappers import inner_model, tuner_layers
 from editable_cache.errors import UnsupportedModelError
@@ -194,7 +195,9 @@ def same_weights(model: nn.Module, before: WeightsState, now: WeightsState) -> b
 
 def _measure(model: nn.Module) -> ModelIdentity:
     config, weights = host.text_config(model.config), weights_digest(model)
-    frequencies = {name: t.tolist() for name, t in model.named_buffers() if "inv_freq" in name}
+    renewed = renewed_buffers(model)
+    named = [(name, t) for name, t in model.named_buffers() if "inv_freq" in name and id(t) not in renewed]
+    frequencies = {name: tensor.tolist() for name, tensor in named}
     return ModelIdentity(
         model_type=str(config.model_type),
         config=_config_digest(model),

@@ -144,9 +144,7 @@ def kinds_of(layers: Sequence[Any]) -> tuple[LayerKind, ...]:
     long as what the first one holds.
     """
     beside = any(map(compresses, layers))
-    return tuple(
-        "kept" if beside and type(layer) is DynamicSlidingWindowLayer else kind_of(layer) for layer in layers
-    )
+    return tuple("kept" if beside and type(layer) is DynamicSlidingWindowLayer else kind_of(layer) for layer in layers)
 
 
 def counts_tokens(layer: Any) -> bool:

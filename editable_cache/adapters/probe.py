@@ -22,6 +22,7 @@ from editable_cache.adapters.continuation import continuation, step_tokens
 from editable_cache.adapters.fingerprint import WeightsState, weights_state
 from editable_cache.adapters.images import num_axes
 from editable_cache.adapters.masks import MaskFinding, examine_masks
+from editable_cache.adapters.rope_types import length_limit
 from editable_cache.adapters.sample import NUM_TOKENS, Sample, prefill, random_ids
 from editable_cache.adapters.sections import with_axes
 from editable_cache.adapters.wrappers import inner_model
@@ -35,13 +36,14 @@ OFFSETS = (37, 523)
 CONTINUED_TOKENS = 12
 """Tokens of the test whether a model with recurrent layers goes on from its own cache."""
 
-BEHIND = 41
+BEHIND = 523
 """Number of hidden slots in front of the tokens where it is tested whether the slot itself matters."""
 
-LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
-"""Rope types whose frequencies change once the context is longer than the original limit. Running them beyond it
-changes the model's buffers, so the self-test stays below and takes the limit from the config.
-"""
+FAR = 2**14
+"""A last distance, as far as the model reaches up to this one: frequencies may change anywhere, without a name."""
+
+FAR_TOLERANCE = 5e-2
+"""What counts as another function there: a model rounds its own angles, and its deeper layers enlarge that."""
 
 LIMIT_NAMES = re.compile(r"original_max_position|floor")
 """Config fields that name a position from which on a model may compute differently."""
@@ -63,7 +65,9 @@ def measured(model: nn.Module, *, state: WeightsState | None = None) -> ModelSpe
     state = weights_state(model) if state is None else state
     known = _specs.get(model)
     if known is None or known[0] != state:
-        _specs[model] = known = (state, measure(model))
+        known = (state, measure(model))
+        if known[1].layers or not known[1].against_continuing:  # else it did not run at all, which may pass (memory)
+            _specs[model] = known
     return known[1]
 
 
@@ -84,7 +88,7 @@ def model_spec(model: nn.Module, *, state: WeightsState | None = None) -> ModelS
 
 
 def measure(model: nn.Module) -> ModelSpec:
-    """Run the self-test; about a dozen forwards of seven tokens."""
+    """Run the self-test; about a dozen forwards of seven tokens (of more where windows of tokens are compressed)."""
     if model.training:
         raise UnsupportedModelError(
             "self-test: expected the model in evaluation mode, got training mode; call model.eval()."
@@ -96,20 +100,22 @@ def measure(model: nn.Module) -> ModelSpec:
         for i, (kind, name) in enumerate(zip(layout.kinds, layout.names, strict=True))
         if kind == "foreign"
     ]
-    ids, reasons = random_ids(model), foreign
+    ids, reasons, unused = random_ids(model), foreign, tuple[Reason, ...]()
     if not foreign:
         try:
             base = prefill(model, ids, None)
         except Exception as error:  # a model that takes no stock cache may raise anything
             reasons = [Reason("prefill into a DynamicCache", "a forward", f"{type(error).__name__}: {error}"[:300])]
+            unused = tuple(reasons)
         else:
             if not base.tensors and "kept" not in layout.kinds:
                 reasons = [Reason("prefill into a DynamicCache", "cells or states in some layer", "nothing was stored")]
+                unused = tuple(reasons)
             count = len(host.holders_of(host.full_cache(model.config)))
             if len(base.cells) != count:
                 reasons = [Reason("holders of cells after a prefill", str(count), str(len(base.cells)))]
     if reasons:
-        return ModelSpec((), layout.masks, "none", maximum, 0.0, "slots", tuple(reasons), tuple(reasons))
+        return ModelSpec((), layout.masks, "none", maximum, 0.0, "slots", tuple(reasons), tuple(reasons), unused)
     tolerance = 5e-2 if base.logits.dtype in LOW_PRECISION else 1e-4
     found = _find_moves(model, ids, base, maximum, tolerance)
     step = None
@@ -225,6 +231,11 @@ def _find_moves(model: nn.Module, ids: Tensor, native: Sample, maximum: int, tol
             error = _error_beyond(model, ids, base, layers, beyond, slots="floor" in one.name)
             if error > 2 * tolerance and (limit is None or one.value < limit.value):
                 limit = one
+    far = min(maximum, FAR, maximum if limit is None else limit.value) - NUM_TOKENS
+    if positions == "given" and not reasons and far > offsets[-1]:
+        error = _error_beyond(model, ids, base, layers, far, slots=False)
+        if error > max(FAR_TOLERANCE, 4 * tolerance):
+            reasons.append(Reason(f"cells and logits at offset {far}", "those at offset 0, moved", f"error {error:.1e}"))
     return _Moves(base, layers, positions, tuple(reasons), max(errors, default=0.0), limit)
 
 
@@ -333,18 +344,3 @@ def _named_limits(model: nn.Module, maximum: int) -> list[PositionLimit]:
     if changing is not None:
         found[changing.value] = changing.name
     return [PositionLimit(value, found[value]) for value in sorted(found)]
-
-
-def length_limit(config: Any) -> PositionLimit | None:
-    """The first position from which on the frequencies of this config's rotary embedding change, or None if they never
-    do. A forward that reaches it uses other frequencies for all of its tokens.
-    """
-    text = host.text_config(config)
-    rope = getattr(text, "rope_parameters", None) or {}
-    for section in (rope, *(section for section in rope.values() if isinstance(section, Mapping))):
-        if section.get("rope_type") in LENGTH_DEPENDENT:
-            original = section.get("original_max_position_embeddings")
-            original = original or getattr(text, "original_max_position_embeddings", None)
-            original = original or getattr(text, "max_position_embeddings", None) or 2**31
-            return PositionLimit(int(original), f"rope_type {section['rope_type']!r}, original_max_position_embeddings")
-    return None

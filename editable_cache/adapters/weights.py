@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from editable_cache.adapters.rope_types import renewed_buffers
 from editable_cache.adapters.wrappers import offload_hooks
 from editable_cache.errors import UnsupportedModelError
 
@@ -25,16 +26,17 @@ class Stored(NamedTuple):
 
 
 def stored(model: nn.Module) -> Stored:
-    """Everything that holds the weights of ``model`` now; reads no file."""
+    """Everything that holds the weights of ``model`` now, but for buffers that every forward renews; reads no file."""
     parameters: list[Tensor] = []
     buffers: list[Tensor] = []
     marks: list[Any] = []
-    offloaded = False
+    offloaded, renewed = False, renewed_buffers(model)
     for module in model.modules():
         for parameter in module._parameters.values():
             parameters.extend(_held(parameter))
         for buffer in module._buffers.values():
-            buffers.extend(_held(buffer))
+            if id(buffer) not in renewed:
+                buffers.extend(_held(buffer))
         packed = module.__dict__.get("_packed_params")
         if packed is not None:  # of torch.ao's quantized modules: replaced, never written
             marks.append(id(packed))

@@ -1,8 +1,8 @@
 """Stock layers that nothing here can edit, but that can be kept as a whole and put back.
 
-DeepSeek V4's layers (technical report, section 2.3) hold the keys of a window and entries that each stand for several
-tokens. They can't be cut by token, and the model calls methods of their own, so their twins are the stock classes
-themselves, which learn to hand out and take back all of their contents.
+DeepSeek V4's layers (its paper, sections 2.3.1 and 2.3.2) hold the keys of a window and entries that each stand for
+several tokens. They can't be cut by token, and the model calls methods of their own, so their twins are the stock
+classes themselves, which learn to hand out and take back all of their contents.
 """
 
 from __future__ import annotations

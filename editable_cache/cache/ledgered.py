@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -76,6 +76,12 @@ class LedgeredCache(StoredCache):
         super().reset()  # type: ignore[no-untyped-call]
         self.ledger, self.unfed, self.marks, self.dirty = Ledger.empty(), None, {}, None
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of tokens held; where nothing is stored by token, as the ledger counts them."""
+        if self.only_states and self.model is not None:
+            return len(self.ledger)
+        return int(super().get_seq_length(layer_idx))
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove ``-tokens_to_remove`` tokens from the end (a number <= 0, as in transformers).
 
@@ -92,7 +98,8 @@ class LedgeredCache(StoredCache):
         self.adopt()
         length = max(len(self.ledger) + tokens_to_remove, 0)
         if self.state_layers and length < len(self.ledger):
-            self.rewind(length)
+            with nullcontext() if self.activity == "generate" else self.operation("crop"):
+                self.rewind(length)
         else:
             super().crop(tokens_to_remove)
             self.ledger = self.ledger.truncated(length)
@@ -134,6 +141,11 @@ class LedgeredCache(StoredCache):
         self.marks_of_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
         self.ledger = self.ledger.rows(indices.cpu())
         self.unfed = None if self.unfed is None else self.unfed[indices.cpu()]
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether ``crop`` can take back any number of tokens; recurrent layers need the model for it."""
+        return bool(super().is_croppable) and (self.model is not None or not self.state_layers)
 
     def activate_past_recording(self) -> None:
         """Nothing to do: every layer keeps its past."""
@@ -263,16 +275,16 @@ class LedgeredCache(StoredCache):
                 "cropped alike; call cache.reset() and start again."
             )
         length = lengths.pop() if lengths else (0 if self.editable_layers else len(self.ledger))
-        if self.state_layers and 0 < length < len(self.ledger):
+        if self.state_layers and length < len(self.ledger) and (length or self.has_states):
             raise LedgerError(
                 f"Keys and values of {length} tokens stand beside a recurrent state of {len(self.ledger)}: a layer was "
                 "cropped by hand. Crop the whole cache with cache.crop(), or call cache.reset() and start again."
             )
         if length < len(self.ledger):
-            self.ledger = self.ledger.truncated(length)
+            self.ledger, self.marks = self.ledger.truncated(length), {}
         batch = self._stored_batch()
         if batch is not None and batch != self.ledger.batch:
-            self.ledger = Ledger.empty(batch)
+            self.ledger, self.marks = Ledger.empty(batch), {}
         if length > len(self.ledger):
             valid = torch.ones((self.ledger.batch, length - len(self.ledger)), dtype=torch.bool)
             ids = torch.full(valid.shape, UNKNOWN)

@@ -18,6 +18,7 @@ from editable_cache.errors import LedgerError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from editable_cache.cache.ledgered import LedgeredCache
+    from editable_cache.cache.stored import States
 
 
 class _Running(NamedTuple):
@@ -25,7 +26,22 @@ class _Running(NamedTuple):
 
     checked: entry.Entry
     undo: Undo
+    before: _Before
+
+
+class _Before(NamedTuple):
+    """What a cache knew beside its layers before a forward that repeats its rows."""
+
     ledger: Ledger
+    unfed: Tensor | None
+    marks: dict[int, States]
+
+    @classmethod
+    def of(cls, cache: LedgeredCache) -> _Before:
+        return cls(cache.ledger, cache.unfed, dict(cache.marks))
+
+    def restore(self, cache: LedgeredCache) -> None:
+        cache.ledger, cache.unfed, cache.marks = self.ledger, self.unfed, self.marks
 
 
 class Passage:
@@ -76,7 +92,7 @@ class Passage:
             LedgerError: if the prompt is not a continuation of the cache, or has other images.
         """
         self._prompt, self._again = None, None
-        ledger, unfed, prompt = cache.ledger, cache.unfed, None
+        before, prompt = _Before.of(cache), None
         if isinstance(ids, Tensor) and len(cache.ledger):
             entry.check_batch(cache.ledger, ids.shape[0])
             prompt = entry.check_prompt(cache.ledger, ids, mask if isinstance(mask, Tensor) else None)
@@ -85,22 +101,22 @@ class Passage:
             keep = 0 if prompt is None else prompt.keep
             whole = prompt is None or prompt.length is not None
             opening = open_generate(cache.model, cache.ledger, ids, arguments, keep, whole=whole)
-        cache.mark(len(cache.ledger))
-        marks = dict(cache.marks)
         undo = Undo(*([], []) if cache.has_foreign_layers else (cache.editable_layers, cache.state_layers))
-        if prompt is not None:
-            if prompt.keep < min(len(cache.ledger), ids.shape[1]):
-                self._again = cache.ledger.truncated(ids.shape[1])
-            cache.crop(prompt.keep - len(cache.ledger))
-            self._prompt = ids.detach().cpu() if prompt.length is not None else None
         cache.activity, self._opening, self._steps = "generate", opening, 0
         try:
+            cache.mark(len(cache.ledger))
+            if prompt is not None:
+                if prompt.keep < min(len(cache.ledger), ids.shape[1]):
+                    self._again = cache.ledger.truncated(ids.shape[1])
+                cache.crop(prompt.keep - len(cache.ledger))
+                self._prompt = ids.detach().cpu() if prompt.length is not None else None
             yield opening.arguments
         except BaseException:
             self.abandon(cache)
             if not cache.has_foreign_layers:
                 undo.restore()
-                cache.ledger, cache.unfed, cache.marks = ledger, unfed, marks
+                before.restore(cache)
+                cache.dirty = None
             raise
         finally:
             undo.detach()
@@ -113,6 +129,7 @@ class Passage:
             BusyError: if another forward or operation is using the cache.
             LedgerError: if ids, mask or batch disagree with the cache.
         """
+        cache.own_states()
         if self._library_next:
             self._library_next, self._library_runs = False, True  # for this forward only, not for one inside it
             return arguments
@@ -127,11 +144,10 @@ class Passage:
             cache.require_same_weights("forward")
         # within generate, the whole of it is taken back
         alone = not generating or cache.has_foreign_layers
-        undo, ledger = Undo(*(cache.editable_layers, cache.state_layers) if alone else ([], [])), cache.ledger
+        undo, before = Undo(*(cache.editable_layers, cache.state_layers) if alone else ([], [])), _Before.of(cache)
         first = generating and not self._steps
         try:
             if given is not None:
-                require_steps(cache, int(given.shape[1]))
                 repeats = entry.check_batch(cache.ledger, given.shape[0])
                 if repeats > 1:
                     cache.batch_repeat_interleave(repeats)
@@ -148,12 +164,15 @@ class Passage:
             )
             if generating and self._prompt is not None:
                 entry.check_continuation(cache.ledger, checked.ids, self._prompt)
+            require_steps(cache, int(checked.ids.shape[1]))
         except BaseException:
             undo.restore()
             undo.detach()
-            cache.ledger = ledger
+            before.restore(cache)
             raise
-        self._running = _Running(checked, undo, ledger)
+        self._running = _Running(checked, undo, before)
+        if cache.only_states and len(cache.ledger) and bool(checked.valid.all()):
+            return {**checked.arguments, "attention_mask": None}  # Mamba scales the new tokens by any mask
         return checked.arguments
 
     def end(self, cache: LedgeredCache, *, succeeded: bool) -> None:
@@ -188,10 +207,11 @@ class Passage:
     def abandon(self, cache: LedgeredCache) -> None:
         """Take back the forward that is under way, if there is one."""
         if self._running is not None:
-            _, undo, ledger = self._running
+            _, undo, before = self._running
             undo.restore()
             undo.detach()
-            self._running, cache.ledger = None, ledger
+            self._running = None
+            before.restore(cache)
 
     def _recorded(self, cache: LedgeredCache, checked: entry.Entry) -> Ledger:
         ledger, first = cache.ledger, 0

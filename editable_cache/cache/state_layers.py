@@ -67,11 +67,21 @@ class StateLayer(KeepsState, LinearAttentionLayer):
     of them and computed onward from there.
     """
 
-    is_croppable = False
     is_compileable = False
 
     def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
         super().__init__(number_of_states=number_of_states)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any token has been folded in."""
+        return any(self.has_previous_state.values())
+
+    def own_state(self) -> None:
+        """Let states born under ``torch.inference_mode`` be written outside of it."""
+        held = (*self.conv_states.values(), *self.recurrent_states.values())
+        if not torch.is_inference_mode_enabled() and any(t is not None and t.is_inference() for t in held):
+            self.set_state_value(self.state_value())
 
     def state_value(self) -> StateValue:
         """A copy of all states."""
@@ -122,8 +132,6 @@ class StateLayer(KeepsState, LinearAttentionLayer):
 
 class EditableHybridLayer(StateLayer, EditableLayer):  # type: ignore[misc]
     """A recurrent state, and keys and values of every token."""
-
-    is_croppable = False
 
     def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
         EditableLayer.__init__(self)

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from editable_cache.adapters import host
 from editable_cache.cache.kept_layers import KeptLayer
 from editable_cache.cache.layer import EditableLayer, LayerState
-from editable_cache.cache.state_layers import KeepsState
+from editable_cache.cache.state_layers import KeepsState, StateLayer
 from editable_cache.cache.twins import editable_twin
 from editable_cache.errors import UnsupportedModelError
 
@@ -123,6 +123,22 @@ class StoredCache(DynamicCache):
         """Put recurrent states back."""
         for layer, value in zip(self.state_layers, states, strict=True):
             layer.set_state_value(value)
+
+    @property
+    def only_states(self) -> bool:
+        """Whether nothing is stored by token."""
+        return bool(self.state_layers) and not self.editable_layers and not self.kept_layers
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a recurrent layer has folded any token in."""
+        return any(layer.has_state for layer in self.state_layers if isinstance(layer, StateLayer))
+
+    def own_states(self) -> None:
+        """Let states that were born under ``torch.inference_mode`` be written outside of it."""
+        for layer in self.state_layers:
+            if isinstance(layer, StateLayer):
+                layer.own_state()
 
     def mark(self, length: int) -> None:
         """Keep the states that stand for the first ``length`` tokens, so that a later edit can start from here."""

@@ -19,8 +19,8 @@ class Compressed:
 
     Attributes:
         layers: for each compressed layer by its index, tensors of one row by path: keys and values ``[1, num_heads,
-            num_recent, head_dim]`` of the chunk's last tokens, entries ``[1, num_entries, head_dim]``, and whatever else
-            the layer holds ``[1, ...]``. Values that are the keys are left out.
+            num_recent, head_dim]`` of the chunk's last tokens, entries ``[1, num_entries, head_dim]``, and whatever
+            else the layer holds ``[1, ...]``. Values that are the keys are left out.
     """
 
     layers: Mapping[int, Mapping[Path, Tensor]]

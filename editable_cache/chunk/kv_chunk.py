@@ -93,6 +93,11 @@ class KVChunk:
             )
         if self.axes is not None and (self.axes.dim() != 2 or self.axes.shape[0] != length):
             raise SpanError(f"A chunk's axes: expected [{length}, num_axes - 1], got {list(self.axes.shape)}.")
+        if self.recurrence is not None and self.recurrence.head + self.recurrence.tail > length:
+            raise SpanError(
+                f"A chunk of {length} tokens can't have {self.recurrence.head} live ones at its start and "
+                f"{self.recurrence.tail} at its end."
+            )
         for layer_idx, states in enumerate(self.layers):
             for name, tensor in states.items():
                 if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[-2] != length:
@@ -151,6 +156,8 @@ class KVChunk:
         if self.axes is not None or self.images:
             content["axes"] = None if self.axes is None else self.axes.tolist()
             content["images"] = [[image.start, image.stop, image.digest] for image in self.images]
+        if self.recurrence is not None:
+            content["live ends"] = [self.recurrence.head, self.recurrence.tail]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def slice(self, start: int, stop: int) -> KVChunk:

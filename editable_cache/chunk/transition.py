@@ -67,6 +67,8 @@ class Transition:
             raise self._misfit("a layer without a recurrent state", list(state.shape))
         if self.offset.shape[1:] != state.shape[1:] or self.offset.shape[0] not in (1, state.shape[0]):
             raise self._misfit(f"a state {list(self.offset.shape)}", list(state.shape))
+        if self.factor is not None and not self._multiplies(state):
+            raise self._misfit(f"a state for a factor {list(self.factor.shape)}", list(state.shape))
         dtype = torch.promote_types(state.dtype, torch.float32)
         offset = self.offset.to(state.device, dtype)
         if self.factor is None:
@@ -110,6 +112,15 @@ class Transition:
         if self.factor.shape[-1] != 1:
             raise self._misfit("a diagonal that is constant along the last dimension", list(self.factor.shape))
         return torch.diag_embed(self.factor.expand(*self.offset.shape[:-1], 1)[..., 0])
+
+    def _multiplies(self, state: Tensor) -> bool:
+        """Whether the factor has the shape for such a state."""
+        assert self.factor is not None
+        factor, wanted = list(self.factor.shape), list(state.shape)
+        if self.form == "matrix":
+            wanted[-1] = wanted[-2]
+        fits = len(factor) == len(wanted) and all(a in (1, b) for a, b in zip(factor, wanted, strict=True))
+        return fits and (self.form == "diagonal" or factor[-2:] == wanted[-2:])
 
     def _misfit(self, expected: str, shape: list[int]) -> CompatibilityError:
         return CompatibilityError(

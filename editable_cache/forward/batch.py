@@ -8,12 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from editable_cache.adapters import measured
 from editable_cache.cache import Ledger, LedgeredCache, Segment
 from editable_cache.cache.axes import join_axes, renumbered
 from editable_cache.cache.layer import EditableLayer
 from editable_cache.cache.ledger import TENSORS, Isolated
 from editable_cache.cache.stored import States
 from editable_cache.errors import SpanError
+from editable_cache.forward import run
 
 
 @torch.no_grad()
@@ -46,8 +48,10 @@ def stack(into: LedgeredCache, caches: Sequence[LedgeredCache]) -> None:
         raise SpanError(
             f"stack: expected the same gap left open at the end of every cache, got {sorted(gaps)} positions."
         )
-    into.computed_by = caches[0].computed_by
     longest = max(len(cache.ledger) for cache in caches)
+    if any(len(cache.ledger) < longest for cache in caches):
+        _require_padding(into, "stack")
+    into.computed_by = caches[0].computed_by
     for layer_idx, layer in enumerate(into.editable_layers):
         layers = [cache.editable_layers[layer_idx] for cache in caches]
         if not layers[0].is_initialized:
@@ -102,6 +106,8 @@ def take_row(into: LedgeredCache, cache: LedgeredCache, row: int) -> None:
     into.unfed = None if cache.unfed is None else cache.unfed[row : row + 1]
     into.computed_by = cache.computed_by
     kept = ledger.valid[0].nonzero()[:, 0]
+    if len(kept) < len(ledger):
+        _require_padding(cache, "unstack")
     for mine, theirs in zip(into.editable_layers, cache.editable_layers, strict=True):
         if theirs.is_initialized:
             _copy_slots(mine, theirs, row, kept)
@@ -122,6 +128,16 @@ def take_row(into: LedgeredCache, cache: LedgeredCache, row: int) -> None:
         digests=ledger.digests,
         open_gap=ledger.open_gap,
     )
+
+
+def _require_padding(cache: LedgeredCache, operation: str) -> None:
+    """Refuse rows of different lengths where the slot of a token is its position.
+
+    Raises:
+        UnsupportedModelError: with what to do.
+    """
+    if cache.model is not None and not cache.model.training:
+        run.check_slot_padding(measured(cache.model), Ledger.empty(), operation)
 
 
 def _take_states(into: LedgeredCache, cache: LedgeredCache, row: int, *, padding: int) -> None:

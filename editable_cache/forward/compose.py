@@ -71,7 +71,7 @@ def splice(
             positions = _positions_at_end(cache.ledger, chunk, position)
             run.check_limit(model, int(positions.min()) + chunk.extent - 1, "splice")
             check_reach(spec, torch.cat((positions.flatten(), chunk.position_ids)), "splice")
-            check_blocks(spec, chunk, slot, "splice")
+            check_blocks(spec, cache.ledger, chunk, slot, "splice")
             _warn_about_bos(tokenizer, chunk, slot)
             if spec.compressed is not None:
                 seam = splice_compressed(cache, spec, chunk, positions, segment, seam_tokens)
@@ -89,7 +89,7 @@ def splice(
             _warn_about_bos(tokenizer, chunk, slot)
             _warn_about_pushed_bos(tokenizer, cache.ledger, slot)
             cache.require_cells_only("splice in the middle", "splice at the end, or insert(chunk.token_ids, at)")
-            check_blocks(spec, chunk, slot, "splice")
+            check_blocks(spec, cache.ledger, chunk, slot, "splice")
             run.require_masks(cache, "splice in the middle")
             insert_piece(cache, tally, slot, Placed(Paste(chunk), segment), f"insertion of {segment.name!r}")
             run.recompute_slots(cache, torch.arange(slot, slot + seam))

@@ -1,9 +1,9 @@
 """Chunks for models that compress windows of tokens into entries: they fit where windows are cut as they were.
 
 An entry stands for ``compress_rate`` tokens, is rotated at the position of its window's first token, and takes that
-position from the number of entries before it (DeepSeek V4, technical report, section 2.3). So a chunk that was compiled
-alone at position 0 can stand wherever a window starts in every layer: its entries and recent keys are rotated by the
-distance, and its open windows, which hold projections without a position, are copied.
+position from the number of entries before it (DeepSeek V4's paper, sections 2.3.1 and 2.3.2). So a chunk that was
+compiled alone at position 0 can stand wherever a window starts in every layer: its entries and recent keys are rotated
+by the distance, and its open windows, which hold projections without a position, are copied.
 """
 
 from __future__ import annotations

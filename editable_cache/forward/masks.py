@@ -12,6 +12,11 @@ from editable_cache.cache import LedgeredCache
 from editable_cache.spec import MaskKind, ModelSpec
 
 
+def left_padding(valid: Tensor) -> Tensor:
+    """Number of masked slots in front of each row of ``valid`` ``[batch, length]``, int64 ``[batch]``."""
+    return (~valid).long().cumprod(dim=1).sum(dim=1)
+
+
 def masks_for(cache: LedgeredCache, spec: ModelSpec, slots: Tensor) -> Any:
     """Additive float masks ``[batch, 1, num_rows, length]``: one, or one for each layer type, with the window or block
     of the layer inside.
@@ -28,7 +33,8 @@ def masks_for(cache: LedgeredCache, spec: ModelSpec, slots: Tensor) -> Any:
         if kind.sliding_window is not None:
             inside = inside & (columns > slots[:, None] - kind.sliding_window)
         if kind.chunk_size is not None:
-            inside = inside & (columns // kind.chunk_size == slots[:, None] // kind.chunk_size)
+            first = left_padding(cache.ledger.valid)[:, None, None, None]  # blocks begin behind it
+            inside = inside & ((columns - first) // kind.chunk_size == (slots[:, None] - first) // kind.chunk_size)
         low = torch.tensor(torch.finfo(dtype).min, dtype=dtype)
         return torch.where(inside, torch.zeros((), dtype=dtype), low).to(device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from editable_cache.cache import Ledger, LedgeredCache
 from editable_cache.cache.arrange import Placed, rearrange
 from editable_cache.chunk import KVChunk
 from editable_cache.errors import SpanError
+from editable_cache.forward.masks import left_padding
 from editable_cache.forward.run import require_model
 from editable_cache.spec import ModelSpec
 
@@ -62,22 +64,26 @@ def check_slots(spec: ModelSpec, ledger: Ledger, operation: str) -> None:
     Raises:
         SpanError: with what to do.
     """
-    slots = torch.arange(len(ledger)).expand(ledger.batch, -1)
-    if spec.positions == "slots" and not torch.equal(ledger.positions, slots):
+    if spec.positions != "slots":
+        return
+    slots = torch.arange(len(ledger)) - (0 if spec.counts_slots else left_padding(ledger.valid)[:, None])
+    if not torch.equal(ledger.positions, slots.clamp(min=0).expand(ledger.batch, -1)):
         raise SpanError(
             f"{operation}: the positions of this model are the slots of its cache; expected positions 0 to "
             f"{len(ledger) - 1} without gaps or padding. Close the gap, and work on caches of one row."
         )
 
 
-def check_blocks(spec: ModelSpec, chunk: KVChunk, slot: int, operation: str) -> None:
-    """Refuse a slot where blocks of chunked attention would cut a chunk otherwise than where it was compiled.
+def check_blocks(spec: ModelSpec, ledger: Ledger, chunk: KVChunk, slot: int, operation: str) -> None:
+    """Refuse a slot where blocks of chunked attention, which begin behind the padding of each row, would cut a chunk
+    otherwise than where it was compiled.
 
     Raises:
         SpanError: with the next slot that fits.
     """
     home, count = len(chunk.provenance.prefix_ids), len(chunk)
-    for size in spec.chunk_sizes:
+    starts = sorted({slot - padding for padding in left_padding(ledger.valid).tolist()})
+    for size, slot in itertools.product(spec.chunk_sizes, starts):
         wanted = [i for i in range(1, count) if (home + i) % size == 0]
         if wanted != [i for i in range(1, count) if (slot + i) % size == 0]:
             fits = next(

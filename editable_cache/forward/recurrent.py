@@ -16,9 +16,10 @@ from editable_cache.adapters.states import Slot
 from editable_cache.adapters.transitions import capture
 from editable_cache.cache import LedgeredCache, Segment
 from editable_cache.cache.arrange import extend_with_chunk
+from editable_cache.cache.state_layers import StateLayer
 from editable_cache.chunk import KVChunk, LayerStates, Recurrence
 from editable_cache.chunk.transition import Form
-from editable_cache.errors import SpanError
+from editable_cache.errors import CompatibilityError, Reason, SpanError
 from editable_cache.forward import run
 from editable_cache.spec import ModelSpec
 
@@ -129,6 +130,7 @@ def splice_recurrent(cache: LedgeredCache, spec: ModelSpec, chunk: KVChunk, posi
     head, stop = recurrence.head, len(chunk) - recurrence.tail
     ids = chunk.token_ids[None].expand(batch, -1)
     run.extend(cache, ids[:, :head], segment, positions=positions[:, :head])
+    _check_states(cache, recurrence)
     for (layer_idx, state_idx), transition in recurrence.transitions.items():
         layer: Any = cache.layers[layer_idx]
         if transition.offset is not None:
@@ -141,3 +143,35 @@ def splice_recurrent(cache: LedgeredCache, spec: ModelSpec, chunk: KVChunk, posi
     if recurrence.tail:
         run.extend(cache, ids[:, stop:], segment, positions=positions[:, stop:])
     return head + recurrence.tail
+
+
+def _check_states(cache: LedgeredCache, recurrence: Recurrence) -> None:
+    """Refuse maps that are not those of the states that the cache holds, each of them once, or that are not finite.
+
+    Raises:
+        CompatibilityError: with everything that does not fit.
+    """
+    held = {
+        (layer_idx, i): (layer.conv_states[i], layer.recurrent_states[i])
+        for layer_idx, layer in enumerate(cache.layers)
+        if isinstance(layer, StateLayer)
+        for i in range(layer.number_of_states)
+        if layer.conv_states[i] is not None or layer.recurrent_states[i] is not None
+    }
+    reasons = [
+        Reason(f"layer {layer_idx} state {i}", *(("a map", "none") if (layer_idx, i) in held else ("none", "a map")))
+        for layer_idx, i in sorted(held.keys() ^ recurrence.transitions.keys())
+    ]
+    for key in held.keys() & recurrence.transitions.keys():
+        where, (conv, state), given = f"layer {key[0]} state {key[1]}", held[key], recurrence.transitions[key]
+        for name, live, tensor in (("window", conv, given.conv), ("state", state, given.offset)):
+            shape = None if live is None else [1, *live.shape[1:]]
+            if shape != (None if tensor is None else list(tensor.shape)):
+                reasons.append(Reason(f"{where}: {name}", str(shape), str(None if tensor is None else [*tensor.shape])))
+        finite = all(bool(t.isfinite().all()) for t in (given.conv, given.offset, given.factor) if t is not None)
+        reasons += [] if finite else [Reason(where, "finite numbers", "others")]
+    if reasons:
+        raise CompatibilityError(
+            "splice: what this chunk does to the recurrent layers does not fit this model; compile it again.",
+            tuple(reasons),
+        )

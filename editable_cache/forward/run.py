@@ -67,7 +67,7 @@ def check_limit(model: nn.Module, last_position: int, operation: str) -> None:
         SpanError: naming the limit.
     """
     limit = getattr(host.text_config(model.config), "max_position_embeddings", None)
-    if limit is not None and last_position >= limit:
+    if limit is not None and 0 < limit <= last_position:  # some configs say -1 where there is none
         raise SpanError(
             f"{operation}: expected positions below {limit} (max_position_embeddings), got {last_position}; shorten "
             "the context, or remove a segment first."
@@ -90,7 +90,7 @@ def check_ids(model: nn.Module, ids: Tensor, operation: str) -> None:
 
 def check_padding(cache: LedgeredCache, valid: Tensor, operation: str) -> None:
     """Refuse padding behind the cache where a sliding window, which counts slots, would count it, and anywhere where it
-    would be compressed together with tokens.
+    would be compressed together with tokens or where slots are positions.
 
     Raises:
         UnsupportedModelError: naming the window.
@@ -100,8 +100,17 @@ def check_padding(cache: LedgeredCache, valid: Tensor, operation: str) -> None:
             f"{operation}: expected contents of one length for all rows, got padding: this model folds windows of "
             "tokens into entries, padding with them, whatever the mask says. Run rows of different lengths one by one."
         )
-    if not len(cache.ledger) or bool(valid.all()) or cache.model is None:
+    if bool(valid.all()) or cache.model is None or cache.model.training:
         return
+    check_slot_padding(measured(cache.model), cache.ledger, operation)
+    if not len(cache.ledger):
+        return
+    if cache.state_layers:
+        raise UnsupportedModelError(
+            f"{operation}: expected contents of one length for all rows, got padding: behind other tokens it would be "
+            "folded into the recurrent state, whatever the mask says. unstack() the cache and run the rows one by one, "
+            "or give all rows equally many tokens."
+        )
     kinds = host.cache_layout(cache.model.config).masks
     windows = [size for kind in kinds for size in (kind.sliding_window, kind.chunk_size) if size is not None]
     total = len(cache.ledger) + valid.shape[1]
@@ -110,6 +119,19 @@ def check_padding(cache: LedgeredCache, valid: Tensor, operation: str) -> None:
             f"{operation}: expected contents of one length for all rows, got padding in the middle of {total} slots: "
             f"this model's sliding window counts slots ({min(windows)}), so shorter rows would see less than alone. "
             "unstack() the cache and run the rows one by one, or give all rows equally many tokens."
+        )
+
+
+def check_slot_padding(spec: ModelSpec, ledger: Ledger, operation: str) -> None:
+    """Refuse padding behind what ``ledger`` holds where the positions of a model are its slots.
+
+    Raises:
+        UnsupportedModelError: with what to do.
+    """
+    if spec.positions == "slots" and not spec.has_states and (spec.counts_slots or len(ledger)):
+        raise UnsupportedModelError(
+            f"{operation}: expected rows of one length, got padding: the positions of this model are the slots of its "
+            "cache, so padding would be counted. Run rows of different lengths one by one."
         )
 
 
@@ -168,7 +190,7 @@ def forward_at_end(cache: LedgeredCache, ids: Tensor, positions: Tensor, valid: 
     """
     model = require_model(cache, "forward")
     length, logits = valid.shape[1] - ids.shape[1], None
-    padded = not bool(valid.all())
+    padded = not bool(valid.all()) and not (cache.only_states and length)  # Mamba scales new tokens by any mask
     for start, stop in _pieces(ids.shape[1], _step(cache, model, positions, length), "prefill"):
         mask = valid[:, : length + stop].long().to(host.device_of(model)) if padded else None
         with cache.library_forward():
@@ -290,9 +312,13 @@ def next_token_logits(cache: LedgeredCache) -> Tensor:
         raise SpanError("next_token_logits: expected at least one token in the cache, got none.")
     slots = torch.tensor([len(cache.ledger) - 1])
     _require_ids(cache, slots)
-    if cache.state_layers:
-        twin, last = cache.fork(), len(cache.ledger) - 1
-        rewind(twin, last)
+    model, last = require_model(cache, "next_token_logits"), len(cache.ledger) - 1
+    if cache.state_layers or measured(model).against_recompute:
+        twin = cache.fork()
+        if cache.state_layers:
+            rewind(twin, last)
+        for layer in twin.editable_layers:
+            layer.truncate(last)
         return forward_at_end(
             twin, cache.ledger.ids[:, last:], cache.ledger.places(slice(last, None)), cache.ledger.valid
         )

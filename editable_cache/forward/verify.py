@@ -13,6 +13,7 @@ from editable_cache.adapters import host, measured
 from editable_cache.cache import LedgeredCache
 from editable_cache.cache.ledger import Isolated
 from editable_cache.cache.stored import StoredCache
+from editable_cache.cache.twins import editable_twin
 from editable_cache.errors import LedgerError, SpanError
 from editable_cache.forward import run
 from editable_cache.forward.verify_states import check_prefill
@@ -162,7 +163,7 @@ def _prefill(cache: LedgeredCache, exchanges: Sequence[_Substitution] = ()) -> T
     vocab]``.
     """
     model, ledger = run.require_model(cache, "verify"), cache.ledger
-    fresh = StoredCache(config=model.config)
+    fresh = _fresh(cache)
     for holder, exchange in zip(fresh.editable_layers, exchanges, strict=bool(exchanges)):
         holder.exchange = exchange
     mask = None if bool(ledger.valid.all()) else ledger.valid.long()
@@ -175,6 +176,13 @@ def _prefill(cache: LedgeredCache, exchanges: Sequence[_Substitution] = ()) -> T
         last_logits_only=True,
     )
     return logits[:, -1].float()
+
+
+def _fresh(cache: LedgeredCache) -> StoredCache:
+    """An empty cache of the same layout, whose forwards nobody records."""
+    fresh = StoredCache(config=run.require_model(cache, "verify").config)
+    fresh.layers += [editable_twin(layer) for layer in cache.layers[len(fresh.layers) :]]  # a model may add some
+    return fresh
 
 
 def _worst(computed: dict[str, Tensor], stored: dict[str, Tensor], checked: Tensor) -> float:
@@ -228,7 +236,7 @@ def _alone(cache: LedgeredCache, chunk: Isolated, shift: int) -> list[dict[str, 
     first = 0 if spec.positions == "slots" else max(shift - before, 0)
     ids = torch.tensor([*chunk.prefix_ids, *chunk.ids])[None]
     positions = torch.arange(first, first + ids.shape[1])
-    fresh = StoredCache(config=model.config)
+    fresh = _fresh(cache)
     host.run(model, ids, fresh, position_ids=positions[None], last_logits_only=True)
     cells = [{name: t[:, :, before:] for name, t in holder.view().items()} for holder in fresh.editable_layers]
     back = shift - before - first  # not 0 where what it had seen does not fit before it, or positions can't be given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,9 @@ def check_prefill(cache: LedgeredCache) -> PrefillCheck:
             if bool(shown.any()):
                 real = expected.dtype if expected.is_floating_point() else torch.float64
                 errors.append(relative_error(found[shown].to(real), expected[shown].to(real)))
+    numbers = [t for value in cache.states() for part in (value.conv, value.recurrent) for t in part.values()]
+    if not all(t is None or bool(t.isfinite().all()) for t in numbers):
+        errors.append(math.inf)
     if first == len(ledger):
         for kept, new in zip(cache.states(), twin.states(), strict=True):
             for held, wanted in ((kept.conv, new.conv), (kept.recurrent, new.recurrent)):

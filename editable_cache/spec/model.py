@@ -84,8 +84,8 @@ class ModelSpec:
             slots of the cache.
         against_moving: why cells can't be moved; empty if they can.
         against_recompute: why chosen cells can't be recomputed; empty if they can.
-        against_continuing: why tokens can't rightly be put behind others in a cache; empty if they can. Then nothing but
-            a plain cache is offered.
+        against_continuing: why tokens can't rightly be put behind others in a cache; empty if they can. If they can't,
+            nothing but a plain cache is offered.
         limit: from which position on cells don't move exactly, or None.
         has_states: some layers fold all tokens into a recurrent state or compressed entries, which can't be cut by
             token.
@@ -111,6 +111,11 @@ class ModelSpec:
         """The distinct rotations of the model, in order of first use."""
         found = (tensor.rotary for layer in self.layers for tensor in layer.tensors)
         return tuple(dict.fromkeys(rotary for rotary in found if rotary is not None))
+
+    @property
+    def counts_slots(self) -> bool:
+        """Whether cells depend on the slot itself that a token stands in, so that padding in front changes them."""
+        return self.positions == "slots" and bool(self.against_moving or self.rotaries())
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:

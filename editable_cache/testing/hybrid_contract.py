@@ -69,11 +69,12 @@ class HybridContract(GivenModel):
         one_less.append(ids[:-1])
         must_differ(recurrent_in(one_less), recurrent_in(filled))
 
-    def test_unedited_it_is_a_dynamic_cache(self, model: PreTrainedModel, ids: Tensor) -> None:
-        step = measured(model).step_tokens or 5
-        cache, stock = EditableCache(model), DynamicCache(config=model.config)
-        for part in (ids[:14], *ids[14:24].split(step)):
-            oracles.check(logits_after(model, part, cache), logits_after(model, part, stock), 1e-5)
+    def test_unedited_it_goes_on_as_a_prefill(self, model: PreTrainedModel, ids: Tensor) -> None:
+        """Plain forwards against one prefill: a stock cache does not always count its tokens rightly (Bamba)."""
+        step, cache = measured(model).step_tokens or 5, EditableCache(model)
+        got = [logits_after(model, part, cache) for part in (ids[:14], *ids[14:24].split(step))]
+        expected = oracles.full(model, ids[:24], torch.arange(24) if self.positions_given else None)
+        oracles.check(torch.cat(got, dim=1), expected.logits, self.tolerance)
         assert cache.token_ids[0].tolist() == ids[:24].tolist()
         prompt, options = ids[None, :9], {"max_new_tokens": 8, "do_sample": False}
         name = host.cache_argument(model)
@@ -177,12 +178,12 @@ class HybridContract(GivenModel):
             (lambda: filled.splice(chunk, at=5), UnsupportedModelError),
             (lambda: filled.splice(replace(chunk, recurrence=None)), CompatibilityError),
             (lambda: filled.extract((2, 5)), UnsupportedModelError),
-            (lambda: filled.verify(), UnsupportedModelError),
         ):
             with pytest.raises(error):
                 refused()
             assert same_cells({**cells_in(filled), **recurrent_in(filled)}, before)
         self.check_full(filled, ids)
+        assert filled.verify().ok
 
     def test_saved_and_loaded(self, model: PreTrainedModel, ids: Tensor, filled: EditableCache, tmp_path: Path) -> None:
         filled.save_pretrained(tmp_path / "cache")

@@ -14,6 +14,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from editable_cache.testing import compressed
+from editable_cache.testing.tiny_models import VOCAB_SIZE
 from editable_cache.testing.zoo import weights
 
 SPARSE, HEAVY, WINDOW = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
@@ -21,7 +22,7 @@ RATES = {SPARSE: 4, HEAVY: 6}
 ALIGNMENT = 12
 """The least slot at which windows of both lengths start: neither rate is a multiple of the other."""
 
-SIZE = 96
+SIZE = VOCAB_SIZE
 
 
 @functools.cache
@@ -65,7 +66,7 @@ def model() -> Any:
 
 
 def ids_of(count: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, SIZE, (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(5, SIZE, (count,), generator=torch.Generator().manual_seed(seed))
 
 
 def forward(cache: Any, ids: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache_support import assert_same_output, failing_at, generate, refused
+from cache_support import POLICY, assert_same_output, failing_at, generate, refused, shared_tokenizer
 from compressed_support import (
     ALIGNMENT,
     blind,
@@ -35,6 +35,7 @@ from editable_cache import (
     UnsupportedModelError,
 )
 from editable_cache.adapters import compressed, measured, probe
+from editable_cache.chunk import Compressed
 from editable_cache.forward import run
 from editable_cache.spec import CompressedLayerSpec, ModelSpec
 from editable_cache.testing import oracles
@@ -84,6 +85,12 @@ def test_forwards_are_those_of_a_stock_cache(lengths: list[int]) -> None:
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
         assert cache.token_ids.shape == (1, sum(lengths))
+
+
+def test_rows_of_unseen_tokens_are_counted() -> None:
+    cache = EditableCache(config=model().config)
+    forward(cache, torch.stack((ids_of(9), ids_of(9, 2))))
+    assert cache.token_ids.shape == (2, 9)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +220,16 @@ def test_a_chunk_may_have_seen_whole_windows() -> None:
         check_same(cache_with(prefix, ids, QUERY), expected)
     with pytest.raises(SpanError, match=f"multiple of {ALIGNMENT} tokens, got 5"):
         skill_of(ids, prefix=seen[:5])
+
+
+def test_no_bos_stands_before_a_chunk_by_default() -> None:
+    skill = Skill.precompile(model(), shared_tokenizer(add_bos=True), POLICY, name="policy")
+    assert not skill.provenance.prefix_ids
+    expected = frozen_reference(ids_of(24), skill.token_ids)
+    cache = EditableCache(model(), tokenizer=shared_tokenizer(add_bos=True))
+    cache.append(ids_of(24))
+    cache.splice(skill)
+    check_same(cache, expected)
 
 
 def test_two_rows() -> None:
@@ -384,11 +401,19 @@ def test_an_edit_before_a_spliced_chunk_computes_the_chunk_again() -> None:
 def test_an_edit_behind_a_spliced_chunk_keeps_it() -> None:
     cache = cache_with(IDS[:24])
     cache.splice(skill_of(ids_of(24, 4)))
-    cache.append(QUERY)
+    forward(cache, QUERY)
     cache.remove((50, 52))
     expected = frozen_reference(IDS[:24], ids_of(24, 4))
     forward(expected, torch.cat((QUERY[:2], QUERY[4:])))
     check_same(cache, expected)
+
+
+def test_an_edit_in_a_spliced_chunk_starts_at_the_chunk() -> None:
+    cache = EditableCache(model())
+    forward(cache, IDS[:24])
+    cache.splice(skill_of(ids_of(24, 4)))
+    assert cache.remove((30, 32)).tokens_computed == 22
+    check_full(cache, torch.cat((IDS[:24], ids_of(24, 4)[:6], ids_of(24, 4)[8:])))
 
 
 def test_crop_fork_rollback() -> None:
@@ -466,7 +491,10 @@ def test_a_chunk_as_a_folder(tmp_path: Path) -> None:
     cache = cache_with(IDS[:24])
     cache.splice(loaded)
     check_same(cache, frozen_reference(IDS[:24], ids_of(29, 4)))
-    assert not skill_of(ids_of(29, 5)).equal_cells(skill)
+    assert skill.compressed is not None
+    other = {**skill.compressed.layers[2], ("buffer_kv", "compressor"): torch.zeros(1, 5, 32)}
+    damaged = skill._derived(compressed=Compressed({**skill.compressed.layers, 2: other}))
+    assert not damaged.equal_cells(skill)
 
 
 def test_a_cache_as_a_folder(tmp_path: Path) -> None:

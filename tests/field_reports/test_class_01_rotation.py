@@ -10,7 +10,7 @@ import torch
 from cache_support import make_cache, refused, shared_model, shared_tokenizer, some_ids
 
 from editable_cache import ContextWarning, EditableCache, Skill, SpanError
-from editable_cache.adapters import model_spec
+from editable_cache.adapters import model_spec, probe
 from editable_cache.ops import rotate_into, rotation
 from editable_cache.testing import oracles, zoo
 
@@ -254,3 +254,19 @@ def test_moves_of_a_bfloat16_chunk_do_not_add_up() -> None:
         assert torch.equal(layer.view()["keys"][..., 4:, :], kept[..., 5:, :])
     wrong = replace(chunk, position_ids=chunk.position_ids + 1)
     assert wrong.digest != chunk.digest
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_b07_a_long_context_does_not_make_another_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface/transformers#25104: their frequencies are renewed in every forward; who they are stays."""
+    model = _length_dependent(kind)
+    limit = model_spec(model).limit.value
+    ids = zoo.ids_for(model, limit + 8, 1)
+    chunk = Skill.precompile(model, None, ids[:6], name="chunk")
+    monkeypatch.setattr(probe, "measure", lambda _: pytest.fail("measured again"))
+    if limit + 8 < model.config.max_position_embeddings:
+        EditableCache(model).append(ids)
+    cache = EditableCache(model)
+    cache.append(ids[6:10])
+    cache.splice(chunk, seam_tokens=0)
+    oracles.check(cells(cache, 4, 10)[0], oracles.iso(model, ids[:6], torch.arange(4, 10)).keys)
