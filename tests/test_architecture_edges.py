@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from editable_cache import EditableCache, Skill, UnsupportedModelError
+from editable_cache import EditableCache, Skill, SpanError, UnsupportedModelError
 from editable_cache.adapters import measured
 from editable_cache.testing import oracles, zoo
 from editable_cache.testing.contents import cells_in
@@ -76,6 +76,7 @@ def test_next_logits_where_chosen_cells_cannot_run_again(name: str) -> None:
     assert cache.verify().ok
 
 
+@pytest.mark.skipif("dory" not in zoo.model_types(), reason="this transformers does not know it")
 def test_verify_where_a_model_adds_layers_while_it_runs() -> None:
     model = zoo.build("dory")
     cache = filled(model, zoo.ids_for(model, 12, seed=1))
@@ -100,7 +101,7 @@ def _hotter(model: Any, slots: int) -> None:
         attention = layer.self_attn
 
         def forward(*args: Any, _attention: Any = attention, _own: Any = attention.forward, **kwargs: Any) -> Any:
-            cache = kwargs.get("cache", kwargs.get("past_key_values"))
+            cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))
             plain = _attention.scaling
             _attention.scaling = plain * (2 if cache.get_seq_length(_attention.layer_idx) >= slots else 1)
             try:
@@ -128,6 +129,46 @@ def test_what_no_config_names_and_shows_far_away_only(change: str) -> None:
     plain.config.max_position_embeddings = 4096
     _bent(plain, lambda p: p)
     assert not measured(plain).against_moving
+
+
+@pytest.mark.parametrize("shorten", ["crop", "sync", "remove", "generate"])
+def test_what_is_left_of_a_long_text_is_stale(shorten: str) -> None:
+    """LongRoPE turns all of a text by other frequencies once it passes the limit, and what comes next by the first."""
+    model = zoo.build("phi3:longrope")
+    limit = measured(model).limit
+    assert limit is not None
+    ids = zoo.ids_for(model, limit.value + 30, seed=1)
+    cache = filled(model, ids[: limit.value + 10])
+    assert not cache.ledger.stale
+    kept = ids[:50]
+    if shorten == "crop":
+        cache.crop(50 - len(cache.token_ids[0]))
+    elif shorten == "sync":
+        cache.sync(torch.cat((kept, ids[-5:])))
+    elif shorten == "remove":
+        cache.remove(slice(50, None))
+    else:
+        model.generate(kept[None], past_key_values=cache, max_new_tokens=1)  # type: ignore[operator]
+    assert cache.ledger.stale[0].start == 0
+    assert "frequencies beyond position" in cache.ledger.stale[0].cause
+    cache.recompute(slice(None))
+    assert not cache.ledger.stale
+    oracles.check(cells_in(cache), cells_in(filled(model, cache.token_ids[0])))
+
+
+def test_part_of_a_long_text_is_not_computed_or_cut_out_alone() -> None:
+    model = zoo.build("phi3:longrope")
+    limit = measured(model).limit
+    assert limit is not None
+    cache = filled(model, zoo.ids_for(model, limit.value + 10, seed=1))
+    before = cells_in(cache)
+    with pytest.raises(SpanError, match="other frequencies"):
+        cache.recompute((5, 9))
+    with pytest.raises(SpanError, match="expected positions below"):
+        cache.extract((5, 15))
+    assert all(torch.equal(value, before[key]) for key, value in cells_in(cache).items())
+    cache.recompute((limit.value, limit.value + 4))
+    oracles.check(cells_in(cache), before)
 
 
 def test_a_self_test_that_could_not_run_is_not_remembered() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from editable_cache import CompatibilityError, EditableCache, Skill, UnsupportedModelError
+from editable_cache.cache import Segment
 from editable_cache.chunk import KVChunk, Recurrence
 from editable_cache.forward.append import add
 from editable_cache.forward.outcome import operating
-from editable_cache.cache import Segment
 from editable_cache.testing import oracles, zoo
 from editable_cache.testing.contents import cells_in, must_differ, recurrent_in
 

@@ -26,8 +26,10 @@ from transformers.cache_utils import (
 from editable_cache.adapters.wrappers import execution_device
 from editable_cache.spec import MaskKind
 
-CACHE_NAMES = ("cache", "past_key_values")
-"""The cache argument is called ``cache`` since transformers 5.2x; users may pass either name."""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""The cache argument is called ``cache`` since transformers 5.2x, and before that ``cache_params`` by Mamba; users may
+pass any of these names.
+"""
 
 
 DUMMY_LAYER: Any = getattr(cache_utils, "DummyLayer", None)

@@ -210,6 +210,24 @@ def _find_moves(model: nn.Module, ids: Tensor, native: Sample, maximum: int, tol
         return _Moves(native, (), "slots", whole.reasons, whole.worst_error, limit, whole.spec)
     limits = _named_limits(model, maximum)
     limit = next((one for one in limits if one.name.startswith("rope_type")), None)
+    found = _moves_below(model, ids, native, limits, limit, maximum, tolerance)
+    near = next((one for one in limits if one.value <= OFFSETS[-1] + NUM_TOKENS), None)
+    if found.reasons and near is not None and (limit is None or near.value < limit.value):
+        below = _moves_below(model, ids, native, [], near, maximum, tolerance)
+        return found if below.reasons else below
+    return found
+
+
+def _moves_below(
+    model: nn.Module,
+    ids: Tensor,
+    native: Sample,
+    limits: Sequence[PositionLimit],
+    limit: PositionLimit | None,
+    maximum: int,
+    tolerance: float,
+) -> _Moves:
+    """How cells move below ``limit``; it comes back lower if one of ``limits`` turns out to be a border."""
     reach = maximum if limit is None else min(maximum, limit.value)
     offsets = [offset for offset in OFFSETS if offset + NUM_TOKENS <= reach]
     if not offsets:
@@ -219,9 +237,10 @@ def _find_moves(model: nn.Module, ids: Tensor, native: Sample, maximum: int, tol
     layers, errors, found = _explain(model, base, samples, tolerance)
     reasons += found
     if positions == "given" and not reasons and not any(base.states):
-        error = _slot_error(model, ids, base, BEHIND)
+        slot = min(BEHIND, reach - NUM_TOKENS)
+        error = _slot_error(model, ids, base, slot)
         if error > 2 * tolerance:
-            reasons.append(Reason(f"the same positions at slot {BEHIND}", "the same cells", f"error {error:.1e}"))
+            reasons.append(Reason(f"the same positions at slot {slot}", "the same cells", f"error {error:.1e}"))
     count = num_axes(model) if positions == "given" and not reasons else 1
     if count > 1:
         layers, reasons = with_axes(model, ids, base, layers, count, reach)
@@ -231,11 +250,13 @@ def _find_moves(model: nn.Module, ids: Tensor, native: Sample, maximum: int, tol
             error = _error_beyond(model, ids, base, layers, beyond, slots="floor" in one.name)
             if error > 2 * tolerance and (limit is None or one.value < limit.value):
                 limit = one
-    far = min(maximum, FAR, maximum if limit is None else limit.value) - NUM_TOKENS
+    far = min(FAR, maximum if limit is None else min(maximum, limit.value)) - NUM_TOKENS
     if positions == "given" and not reasons and far > offsets[-1]:
         error = _error_beyond(model, ids, base, layers, far, slots=False)
         if error > max(FAR_TOLERANCE, 4 * tolerance):
-            reasons.append(Reason(f"cells and logits at offset {far}", "those at offset 0, moved", f"error {error:.1e}"))
+            reasons.append(
+                Reason(f"cells and logits at offset {far}", "those at offset 0, moved", f"error {error:.1e}")
+            )
     return _Moves(base, layers, positions, tuple(reasons), max(errors, default=0.0), limit)
 
 

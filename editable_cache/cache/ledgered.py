@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from editable_cache.adapters import WeightsState, same_weights, weights_state
 from editable_cache.adapters.wrappers import inner_model
 from editable_cache.cache.ledger import UNKNOWN, Ledger, Segment
+from editable_cache.cache.lengths import shortened
 from editable_cache.cache.passage import Passage, require_own
 from editable_cache.cache.stored import Contents, StoredCache
 from editable_cache.cache.twins import editable_twin
@@ -102,7 +103,7 @@ class LedgeredCache(StoredCache):
                 self.rewind(length)
         else:
             super().crop(tokens_to_remove)
-            self.ledger = self.ledger.truncated(length)
+            self.ledger = shortened(self.ledger, length, self.model)
         self.unfed = None if tokens_to_remove else self.unfed
 
     def rewind(self, length: int) -> None:

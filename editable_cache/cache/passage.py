@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from editable_cache.adapters import measured
 from editable_cache.cache import entry
 from editable_cache.cache.ledger import Ledger, Segment
+from editable_cache.cache.lengths import lengthened, shortened
 from editable_cache.cache.sight import Opening, open_generate
 from editable_cache.cache.undo import Undo
 from editable_cache.errors import LedgerError, UnsupportedModelError
@@ -107,7 +108,7 @@ class Passage:
             cache.mark(len(cache.ledger))
             if prompt is not None:
                 if prompt.keep < min(len(cache.ledger), ids.shape[1]):
-                    self._again = cache.ledger.truncated(ids.shape[1])
+                    self._again = shortened(cache.ledger, ids.shape[1], cache.model)
                 cache.crop(prompt.keep - len(cache.ledger))
                 self._prompt = ids.detach().cpu() if prompt.length is not None else None
             yield opening.arguments
@@ -224,7 +225,8 @@ class Passage:
         axes, images = checked.axes[:, first:], checked.images[:, first:]
         origin = "generated" if cache.activity == "generate" and self._steps else "prefilled"
         segment = Segment("", 0, 0, origin, grows=True)
-        return ledger.extended(ids, positions, valid, segment, axes=axes, images=images, digests=checked.digests)
+        longer = ledger.extended(ids, positions, valid, segment, axes=axes, images=images, digests=checked.digests)
+        return lengthened(longer, len(ledger), cache.model)
 
 
 def require_steps(cache: LedgeredCache, count: int) -> None:
@@ -240,7 +242,7 @@ def require_steps(cache: LedgeredCache, count: int) -> None:
         raise UnsupportedModelError(
             f"forward: this {type(cache.model).__name__} continues a recurrent state wrongly when it is fed {count} "
             f"tokens at once (measured; {most} at a time is right). Feed them with cache.append(text), which goes step "
-            "by step, and generate from cache.inputs(); or pass prefill_chunk_size=1 to generate."
+            "by step, and generate from cache.inputs()."
         )
 
 

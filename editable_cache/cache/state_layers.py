@@ -130,7 +130,7 @@ class StateLayer(KeepsState, LinearAttentionLayer):
         self.set_state_value(self.state_value().rows(rows))
 
 
-class EditableHybridLayer(StateLayer, EditableLayer):  # type: ignore[misc]
+class EditableHybridLayer(StateLayer, EditableLayer):  # type: ignore[misc,override]
     """A recurrent state, and keys and values of every token."""
 
     def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:

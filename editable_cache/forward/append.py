@@ -11,7 +11,7 @@ from torch import Tensor
 
 from editable_cache.cache import Field, Ledger, LedgeredCache, Segment
 from editable_cache.errors import FieldError, SpanError
-from editable_cache.forward import run
+from editable_cache.forward import checks, run
 from editable_cache.forward.outcome import Outcome, Tally, operating
 from editable_cache.forward.text import (
     Template,
@@ -126,7 +126,7 @@ def add(
     if tokenizer is not None and ledger.batch == 1 and len(ledger):
         warn_at_boundary(tokenizer, ledger.ids[0], tokenizer.decode(ids[0], clean_up_tokenization_spaces=False))
     if valid is not None:
-        run.check_padding(cache, valid, "append")
+        checks.check_padding(cache, valid, "append")
     run.extend(cache, ids.expand(ledger.batch, -1), segment, valid=valid)
     tally.computed += ids.shape[1]
     tally.segment = segment.name

@@ -15,7 +15,7 @@ from editable_cache.cache.layer import EditableLayer
 from editable_cache.cache.ledger import TENSORS, Isolated
 from editable_cache.cache.stored import States
 from editable_cache.errors import SpanError
-from editable_cache.forward import run
+from editable_cache.forward.checks import check_slot_padding
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def _require_padding(cache: LedgeredCache, operation: str) -> None:
         UnsupportedModelError: with what to do.
     """
     if cache.model is not None and not cache.model.training:
-        run.check_slot_padding(measured(cache.model), Ledger.empty(), operation)
+        check_slot_padding(measured(cache.model), Ledger.empty(), operation)
 
 
 def _take_states(into: LedgeredCache, cache: LedgeredCache, row: int, *, padding: int) -> None:

@@ -18,6 +18,7 @@ from editable_cache.cache.arrange import (
     rearrange,
     require_whole_images,
 )
+from editable_cache.cache.lengths import shortened
 from editable_cache.cache.pieces import Blank, Keep, Paste
 from editable_cache.chunk import KVChunk
 from editable_cache.errors import CompatibilityError, ContextWarning, SpanError
@@ -177,7 +178,7 @@ def remove_span(cache: LedgeredCache, tally: Tally, start: int, stop: int, *, cl
         else:
             for layer in cache.editable_layers:
                 layer.truncate(start)
-        cache.ledger = ledger.truncated(start).with_fields(fields)
+        cache.ledger = shortened(ledger, start, cache.model).with_fields(fields)
         if not close_gap:
             new = torch.ones((ledger.batch, 1), dtype=torch.bool)
             gaps = (ledger.next_positions(new) - cache.ledger.next_positions(new)).unique()

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from editable_cache.adapters import identify
+from editable_cache.adapters import identify, measured
 from editable_cache.cache import UNKNOWN, Ledger, LedgeredCache
 from editable_cache.chunk import ImageSpan, KVChunk, Provenance
 from editable_cache.errors import LedgerError, SpanError
 from editable_cache.forward import run
+from editable_cache.forward.move import check_reach
 from editable_cache.forward.spans import Where, resolve
 
 
@@ -30,6 +31,7 @@ def extract(cache: LedgeredCache, tokenizer: Any, where: Where, *, name: str | N
         raise LedgerError(
             f"extract: the ids of slots [{start}, {stop}) are unknown; only tokens that the cache saw can be cut out."
         )
+    check_reach(measured(model), ledger.positions, "extract")  # all keys are turned as the last one asks for
     causes = ledger.causes(start, stop)
     seen = tuple(ledger.ids[0, :start].tolist())
     isolated = bool((ledger.groups[0, start:stop] != 0).any())

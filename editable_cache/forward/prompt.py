@@ -11,7 +11,7 @@ from torch import Tensor
 from editable_cache.adapters import host
 from editable_cache.cache import LedgeredCache
 from editable_cache.errors import LedgerError
-from editable_cache.forward import run
+from editable_cache.forward import checks, run
 from editable_cache.forward.append import encode_rows
 from editable_cache.forward.text import TextOrIds, encode
 
@@ -38,7 +38,7 @@ def inputs(cache: LedgeredCache, tokenizer: Any, content: TextOrIds | Sequence[s
         raise LedgerError(f"inputs: expected one content, or one for each of {ledger.batch} rows, got {ids.shape[0]}.")
     if cache.model is not None:
         run.check_ids(cache.model, ids, "inputs")
-        run.check_padding(cache, valid, "inputs")
+        checks.check_padding(cache, valid, "inputs")
     if not first:
         unfed = ledger.ids[:, :0] if cache.unfed is None else cache.unfed
         held = torch.cat((ledger.ids.masked_fill(~ledger.valid, 0), unfed), dim=1)

@@ -15,7 +15,9 @@ from editable_cache.adapters import WeightsState, host, length_limit, measured
 from editable_cache.cache import UNKNOWN, EditableLayer, Ledger, LedgeredCache, Segment
 from editable_cache.cache.axes import every_axis
 from editable_cache.cache.layer import Scatter
+from editable_cache.cache.lengths import lengthened, shortened
 from editable_cache.errors import ContextWarning, LedgerError, SpanError, UnsupportedModelError
+from editable_cache.forward.checks import check_regime
 from editable_cache.forward.masks import masks_for
 from editable_cache.spec import ModelSpec
 
@@ -88,53 +90,6 @@ def check_ids(model: nn.Module, ids: Tensor, operation: str) -> None:
         )
 
 
-def check_padding(cache: LedgeredCache, valid: Tensor, operation: str) -> None:
-    """Refuse padding behind the cache where a sliding window, which counts slots, would count it, and anywhere where it
-    would be compressed together with tokens or where slots are positions.
-
-    Raises:
-        UnsupportedModelError: naming the window.
-    """
-    if cache.kept_layers and not bool(valid.all()):
-        raise UnsupportedModelError(
-            f"{operation}: expected contents of one length for all rows, got padding: this model folds windows of "
-            "tokens into entries, padding with them, whatever the mask says. Run rows of different lengths one by one."
-        )
-    if bool(valid.all()) or cache.model is None or cache.model.training:
-        return
-    check_slot_padding(measured(cache.model), cache.ledger, operation)
-    if not len(cache.ledger):
-        return
-    if cache.state_layers:
-        raise UnsupportedModelError(
-            f"{operation}: expected contents of one length for all rows, got padding: behind other tokens it would be "
-            "folded into the recurrent state, whatever the mask says. unstack() the cache and run the rows one by one, "
-            "or give all rows equally many tokens."
-        )
-    kinds = host.cache_layout(cache.model.config).masks
-    windows = [size for kind in kinds for size in (kind.sliding_window, kind.chunk_size) if size is not None]
-    total = len(cache.ledger) + valid.shape[1]
-    if windows and total > min(windows):
-        raise UnsupportedModelError(
-            f"{operation}: expected contents of one length for all rows, got padding in the middle of {total} slots: "
-            f"this model's sliding window counts slots ({min(windows)}), so shorter rows would see less than alone. "
-            "unstack() the cache and run the rows one by one, or give all rows equally many tokens."
-        )
-
-
-def check_slot_padding(spec: ModelSpec, ledger: Ledger, operation: str) -> None:
-    """Refuse padding behind what ``ledger`` holds where the positions of a model are its slots.
-
-    Raises:
-        UnsupportedModelError: with what to do.
-    """
-    if spec.positions == "slots" and not spec.has_states and (spec.counts_slots or len(ledger)):
-        raise UnsupportedModelError(
-            f"{operation}: expected rows of one length, got padding: the positions of this model are the slots of its "
-            "cache, so padding would be counted. Run rows of different lengths one by one."
-        )
-
-
 def feed_unfed(cache: LedgeredCache) -> int:
     """Feed what the last ``generate`` returned and did not run: its last token. Call inside an operation that puts
     something behind the cache. Returns the number of tokens.
@@ -176,7 +131,8 @@ def extend(
     cache.mark(len(cache.ledger))
     places = positions if axes is None else every_axis(positions, axes)
     logits = forward_at_end(cache, ids, places, torch.cat((cache.ledger.valid, valid), dim=1))
-    cache.ledger = cache.ledger.extended(ids, positions, valid, segment, axes=axes)
+    longer = cache.ledger.extended(ids, positions, valid, segment, axes=axes)
+    cache.ledger = lengthened(longer, len(cache.ledger), model)
     cache.mark(len(cache.ledger))
     return logits
 
@@ -258,7 +214,7 @@ def rewind(cache: LedgeredCache, length: int) -> None:
             f"{kept}) are composed or stale, so that they would not come out the same again. Append at least one token "
             "first, or recompute(slice(None))."
         )
-    cache.ledger = cache.ledger.truncated(length)
+    cache.ledger = shortened(cache.ledger, length, cache.model)
     cache.touch(length)
     settle(cache)
 
@@ -296,6 +252,7 @@ def recompute_slots(cache: LedgeredCache, slots: Tensor, rows: Tensor | None = N
             layer.truncate(start)
         forward_at_end(cache, ledger.ids[:, start:], ledger.places(slice(start, None)), ledger.valid)
     else:
+        check_regime(require_model(cache, "recompute"), ledger, slots.split(SCATTER_TOKENS))
         for low, high in _pieces(len(slots), SCATTER_TOKENS, "recompute"):
             _scatter(cache, slots[low:high], None if rows is None else rows[:, low:high])
     whole = torch.ones(len(slots), dtype=torch.bool) if rows is None else rows.all(dim=0)

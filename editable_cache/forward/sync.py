@@ -11,6 +11,7 @@ from torch import Tensor
 
 from editable_cache.cache import Ledger, LedgeredCache, Segment
 from editable_cache.cache.arrange import Placed
+from editable_cache.cache.lengths import shortened
 from editable_cache.cache.pieces import Blank, Keep, move_spans
 from editable_cache.errors import LedgerError, SpanError
 from editable_cache.forward import run
@@ -175,7 +176,7 @@ def _carry_out_exact(cache: LedgeredCache, tally: Tally, plan: Plan, ids: Tensor
         else:
             for layer in cache.editable_layers:
                 layer.truncate(common)
-        cache.ledger = cache.ledger.truncated(common)
+        cache.ledger = shortened(cache.ledger, common, cache.model)
     if common < len(ids):
         segment = Segment(cache.ledger.free_name("prefilled"), 0, 0, "prefilled")
         run.extend(cache, ids[None, common:], segment)

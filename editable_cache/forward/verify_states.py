@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from editable_cache.cache import LedgeredCache
+from editable_cache.cache import Ledger, LedgeredCache
 from editable_cache.forward import run
 from editable_cache.ops import relative_error
 
@@ -27,9 +28,14 @@ class PrefillCheck(NamedTuple):
 
 
 def check_prefill(cache: LedgeredCache) -> PrefillCheck:
-    """Prefill everything in the ledger into an empty cache of the same kind and compare. Changes nothing."""
+    """Prefill everything in the ledger into an empty cache of the same kind and compare. Changes nothing.
+
+    Generated tokens run one by one, as they did: some models decode otherwise than they prefill.
+    """
     ledger, twin = cache.ledger, cache.empty_twin()
-    logits = run.forward_at_end(twin, ledger.ids.masked_fill(~ledger.valid, 0), ledger.positions, ledger.valid)
+    ids = ledger.ids.masked_fill(~ledger.valid, 0)
+    for start, stop in _as_fed(ledger):
+        logits = run.forward_at_end(twin, ids[:, start:stop], ledger.positions[:, start:stop], ledger.valid[:, :stop])
     composed = ((ledger.groups != 0).any(dim=0)).nonzero()
     first = int(composed[0]) if len(composed) else len(ledger)
     errors = [0.0]
@@ -49,3 +55,10 @@ def check_prefill(cache: LedgeredCache) -> PrefillCheck:
             for held, wanted in ((kept.conv, new.conv), (kept.recurrent, new.recurrent)):
                 errors += [relative_error(held[i], t) for i, t in wanted.items() if t is not None]
     return PrefillCheck(max(errors), len(ledger) - first, logits.float())
+
+
+def _as_fed(ledger: Ledger) -> list[tuple[int, int]]:
+    """Spans of slots to run one after the other: all up to the first generated token, each of those, and so on."""
+    single = [slot for s in ledger.segments if s.origin == "generated" for slot in range(s.start, s.stop)]
+    borders = sorted({0, len(ledger), *single, *(slot + 1 for slot in single)})
+    return list(itertools.pairwise(borders))

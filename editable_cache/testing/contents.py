@@ -136,3 +136,15 @@ def generated(model: PreTrainedModel, cache: EditableCache, content: Tensor, cou
         return_dict_in_generate=True,
     )
     return out.sequences[0], torch.stack(out.logits, dim=1)
+
+
+def windows_behind(model: PreTrainedModel, *texts: Tensor) -> dict[tuple[int, int], Tensor]:
+    """The convolution windows that ``texts`` leave, by layer index and state index."""
+    cache = EditableCache(model)
+    cache.append(torch.cat(texts))
+    return {
+        (layer_idx, index): window.clone()
+        for layer_idx, layer in enumerate(cache.layers)
+        for index, window in (getattr(layer, "conv_states", None) or {}).items()
+        if window is not None
+    }

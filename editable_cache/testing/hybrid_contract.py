@@ -17,7 +17,14 @@ from editable_cache.editable import EditableCache
 from editable_cache.errors import CompatibilityError, UnsupportedModelError
 from editable_cache.skill import Skill
 from editable_cache.testing import oracles
-from editable_cache.testing.contents import cells_in, logits_after, must_differ, recurrent_in, same_cells
+from editable_cache.testing.contents import (
+    cells_in,
+    logits_after,
+    must_differ,
+    recurrent_in,
+    same_cells,
+    windows_behind,
+)
 from editable_cache.testing.contract_fixtures import GivenModel
 from editable_cache.testing.threaded import named_cells, threaded
 
@@ -106,7 +113,11 @@ class HybridContract(GivenModel):
 
         oracles.check(spliced(chunk), expected, self.tolerance)
         alone = {slot: replace(each, form="replace", factor=None) for slot, each in recurrence.transitions.items()}
-        kept = {slot: replace(each, conv=None) for slot, each in recurrence.transitions.items()}
+        windows = windows_behind(model, prefix, ids[: recurrence.head])
+        kept = {
+            slot: each if each.conv is None else replace(each, conv=windows[slot])
+            for slot, each in recurrence.transitions.items()
+        }
         for wrong, shows in (
             (alone, any(each.factor is not None for each in recurrence.transitions.values())),
             (kept, any(each.conv is not None for each in recurrence.transitions.values())),

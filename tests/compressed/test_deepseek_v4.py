@@ -36,7 +36,7 @@ from editable_cache import (
 )
 from editable_cache.adapters import compressed, measured, probe
 from editable_cache.chunk import Compressed
-from editable_cache.forward import run
+from editable_cache.forward import checks
 from editable_cache.spec import CompressedLayerSpec, ModelSpec
 from editable_cache.testing import oracles
 from editable_cache.testing.compressed import contents, frozen_behind
@@ -338,7 +338,7 @@ def test_padding_is_refused() -> None:
         EditableCache.stack(caches)
     valid = torch.tensor([[False, True, True], [True, True, True]])
     with pytest.raises(UnsupportedModelError, match="one length for all rows, got padding"):
-        run.check_padding(EditableCache(model()), valid, "append")
+        checks.check_padding(EditableCache(model()), valid, "append")
     padded = torch.cat((torch.tensor([7, 7]), IDS[:9]))
     mask = torch.tensor([[0, 0] + [1] * 9])
     answers = []

@@ -99,7 +99,7 @@ def test_tokens_are_fed_one_by_one_where_only_that_is_right() -> None:
     assert measured(model).step_tokens == 1
     cache = EditableCache(model)
     cache.append(ids[:12])
-    with refused(cache, UnsupportedModelError, NotImplementedError, "5 tokens at once", "prefill_chunk_size=1"):
+    with refused(cache, UnsupportedModelError, NotImplementedError, "5 tokens at once", "cache.append"):
         forward(cache, ids[None, 12:17], model=model)
     cache.append(ids[12:17])
     assert cache.verify().ok

@@ -45,9 +45,7 @@ def composes(name: str) -> bool | None:
     judged = continuation(model, ids(12, 5), positions(1, 12), cache_factory=factory)
     step = step_tokens(judged)
     prefix, chunk, query = parts = ids(13, 1), ids(21, 2), ids(5, 3)
-    alone = capture(
-        model, chunk, positions(14, 21), head=HEAD, tail=TAIL, cache_factory=factory, step=step
-    )
+    alone = capture(model, chunk, positions(14, 21), head=HEAD, tail=TAIL, cache_factory=factory, step=step)
     expected = threaded(model, prefix, chunk, query, head=HEAD, tail=TAIL, step=step)
     right = splice(model, alone, parts, head=HEAD, tail=TAIL, step=step)
     wrong = splice(model, alone, parts, head=HEAD, tail=TAIL, step=step, without="conv")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from editable_cache.chunk import KVChunk
 from editable_cache.chunk.transition import Transition
 from editable_cache.editable import EditableCache
 from editable_cache.testing import oracles
-from editable_cache.testing.contents import cells_in, recurrent_in
+from editable_cache.testing.contents import cells_in, recurrent_in, windows_behind
 from editable_cache.testing.sweep.findings import Findings, remembered
 from editable_cache.testing.sweep.moves import Subject
 from editable_cache.testing.sweep.wrong import wrong_specs
@@ -58,7 +58,7 @@ def _threaded(subject: Subject, chunk: KVChunk, found: Findings) -> None:
     plain = subject.full(subject.texts.joined)
     alike = {"logits": plain.logits[:, -1], **kept(_floating(plain.cells)), **plain.states}
     found.control("plain prefill", alike, expected)
-    for name, wrong in _wrong_chunks(chunk):
+    for name, wrong in _wrong_chunks(chunk, windows_behind(subject.model, prefix, ids[: recurrence.head])):
         found.control(name, seen(wrong), expected)
     for name, spec in wrong_specs(subject.spec, chunk) if subject.spec.rotaries() else ():
         with remembered(subject.model, spec):
@@ -71,8 +71,10 @@ def _floating(cells: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t for name, t in cells.items() if t.is_floating_point() and t.numel()}
 
 
-def _wrong_chunks(chunk: KVChunk) -> Iterator[tuple[str, KVChunk]]:
-    """Chunks whose map of states is one of the two that are tempting: nothing, or the chunk's state alone."""
+def _wrong_chunks(chunk: KVChunk, windows: Mapping[tuple[int, int], Tensor]) -> Iterator[tuple[str, KVChunk]]:
+    """Chunks whose map of states is one of those that are tempting: nothing, the chunk's state alone, or the prefix's
+    convolution windows kept.
+    """
     assert chunk.recurrence is not None
     maps = chunk.recurrence.transitions
     if any(each.factor is not None for each in maps.values()):
@@ -80,7 +82,8 @@ def _wrong_chunks(chunk: KVChunk) -> Iterator[tuple[str, KVChunk]]:
         alone = {slot: replace(each, form="replace", factor=None) for slot, each in maps.items()}
         yield "the chunk's states alone", _with_maps(chunk, alone)
     if any(each.conv is not None for each in maps.values()):
-        yield "the prefix's windows kept", _with_maps(chunk, {s: replace(m, conv=None) for s, m in maps.items()})
+        kept = {slot: each if each.conv is None else replace(each, conv=windows[slot]) for slot, each in maps.items()}
+        yield "the prefix's windows kept", _with_maps(chunk, kept)
 
 
 def _identity(each: Transition) -> Transition:
