@@ -89,6 +89,7 @@ class LedgeredCache(StoredCache):
         Raises:
             SpanError: for a number > 0.
             BusyError: during a forward.
+            CompatibilityError: if tokens have to be computed again, and the model's weights were changed.
         """
         self._require_still("crop")
         if tokens_to_remove > 0:
@@ -99,6 +100,8 @@ class LedgeredCache(StoredCache):
         self.adopt()
         length = max(len(self.ledger) + tokens_to_remove, 0)
         if self.state_layers and length < len(self.ledger):
+            if length and length not in self.marks and self.activity != "generate":
+                self.require_same_weights("crop")
             with nullcontext() if self.activity == "generate" else self.operation("crop"):
                 self.rewind(length)
         else:
@@ -149,7 +152,9 @@ class LedgeredCache(StoredCache):
         return bool(super().is_croppable) and (self.model is not None or not self.state_layers)
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: every layer keeps its past."""
+        """Layers of transformers begin to keep their past; all others do anyway."""
+        if self.has_foreign_layers:
+            super().activate_past_recording()  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> Self:
         return self.fork()

@@ -61,6 +61,8 @@ def look(
     batch, count = int(given.shape[0]), int(given.shape[1])
     sight = nothing_seen(batch, count)._replace(model=model)
     brought = model is not None and bool(host.image_tensors(arguments))
+    if model is not None and not brought and "input_ids" in arguments and arguments["input_ids"] is not None:
+        check_no_rest(model, ledger, len(ledger), given)
     if model is None or not brought or (len(ledger) and whole is not None and not placeholders(model, whole).any()):
         return {**arguments, **_kinds(arguments, count)}, sight
     images = read_images(model, whole, arguments)
@@ -121,6 +123,8 @@ def open_generate(
             check_images(ledger, images, ids, min(length, count))
         left_out = dict.fromkeys(images.tensors)
         arguments = {n: v for n, v in arguments.items() if n not in left_out} | _only_new(images, done)
+    elif length:
+        check_no_rest(model, ledger, keep if whole else length, ids[:, done:])
     if num_axes(model) == 1 or not own_positions:
         return Opening(arguments, images, start, own_positions)
     if length:
@@ -217,6 +221,27 @@ def check_images(ledger: Ledger, images: Images | None, ids: Tensor, covered: in
                 f"{_name(mine)}, got {_name(theirs)}. The placeholder ids are equal, the cells are not: start from "
                 "an empty cache, crop this one to before the image, or splice a VisionChunk of the new image."
             )
+
+
+def check_no_rest(model: nn.Module, ledger: Ledger, slot: int, ids: Tensor) -> None:
+    """Refuse tokens without pixels that go on with an image of which the cache holds only the beginning.
+
+    Args:
+        slot: where the first of ``ids`` ``[batch, num_tokens]`` comes to stand.
+
+    Raises:
+        LedgerError: naming the slot.
+    """
+    if not slot or not ids.shape[1] or not bool(ledger.images[:, slot - 1].any()):
+        return
+    rows = ids.shape[0] // ledger.batch
+    inside = ledger.images[:, slot - 1].repeat_interleave(rows) > 0
+    if bool((inside & placeholders(model, ids[:, :1])[:, 0]).any()):
+        raise LedgerError(
+            f"The cache ends at slot {slot}, inside an image, and the rest of its placeholders came without pixels; "
+            "expected it to end in front of the image or behind it. Crop it to before the image, and pass ids and "
+            "image."
+        )
 
 
 def _name(digest: str) -> str:

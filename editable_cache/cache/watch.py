@@ -145,6 +145,12 @@ def _is_ledgered(cache: Any) -> bool:
     return isinstance(cache, LedgeredCache)
 
 
+def _is_inside(module: nn.Module, cache: LedgeredCache) -> bool:
+    """Whether ``module`` is a part of the cache's model, watched because it has a cache of its own."""
+    model = cache.model
+    return model is not None and model is not module and any(part is module for part in model.modules())
+
+
 def _before_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -154,7 +160,7 @@ def _before_forward(
 
 def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     end: Callable[..., None] = _untraced.get("end", _end)
-    end(kwargs, output is not None)
+    end(module, kwargs, output is not None)
 
 
 def _begin(
@@ -162,7 +168,7 @@ def _begin(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     arguments = host.bind(module, args, kwargs)
     cache = host.cache_in(arguments)
-    if not _is_ledgered(cache):
+    if not _is_ledgered(cache) or _is_inside(module, cache):
         return None
     given = [arguments[name] for name in host.CACHE_NAMES if arguments.get(name) is not None]
     if any(other is not cache for other in given):
@@ -174,7 +180,7 @@ def _begin(
     return (), host.with_own_name(module, cache.begin_forward(module, arguments))
 
 
-def _end(kwargs: dict[str, Any], succeeded: bool) -> None:
+def _end(module: nn.Module, kwargs: dict[str, Any], succeeded: bool) -> None:
     cache = host.cache_in(kwargs)
-    if _is_ledgered(cache):
+    if _is_ledgered(cache) and not _is_inside(module, cache):
         cache.end_forward(succeeded=succeeded)

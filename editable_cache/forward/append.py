@@ -125,6 +125,7 @@ def add(
         raise SpanError(f"append: expected one text, or one for each of the {ledger.batch} rows, got {ids.shape[0]}.")
     if tokenizer is not None and ledger.batch == 1 and len(ledger):
         warn_at_boundary(tokenizer, ledger.ids[0], tokenizer.decode(ids[0], clean_up_tokenization_spaces=False))
+    checks.check_text(run.require_model(cache, "append"), ids, "append")
     if valid is not None:
         checks.check_padding(cache, valid, "append")
     run.extend(cache, ids.expand(ledger.batch, -1), segment, valid=valid)

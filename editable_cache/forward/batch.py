@@ -14,7 +14,7 @@ from editable_cache.cache.axes import join_axes, renumbered
 from editable_cache.cache.layer import EditableLayer
 from editable_cache.cache.ledger import TENSORS, Isolated
 from editable_cache.cache.stored import States
-from editable_cache.errors import SpanError
+from editable_cache.errors import SpanError, UnsupportedModelError
 from editable_cache.forward.checks import check_slot_padding
 
 
@@ -108,6 +108,11 @@ def take_row(into: LedgeredCache, cache: LedgeredCache, row: int) -> None:
     kept = ledger.valid[0].nonzero()[:, 0]
     if len(kept) < len(ledger):
         _require_padding(cache, "unstack")
+        if cache.kept_layers:
+            raise UnsupportedModelError(
+                "unstack: the padding of this row is folded into the entries of its compressed layers, so that it "
+                "can't be taken out. Feed each row without padding into a cache of its own."
+            )
     for mine, theirs in zip(into.editable_layers, cache.editable_layers, strict=True):
         if theirs.is_initialized:
             _copy_slots(mine, theirs, row, kept)

@@ -7,9 +7,27 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from editable_cache.adapters import host, length_limit, measured
+from editable_cache.adapters.images import placeholders
 from editable_cache.cache import Ledger, LedgeredCache
-from editable_cache.errors import SpanError, UnsupportedModelError
+from editable_cache.errors import LedgerError, SpanError, UnsupportedModelError
 from editable_cache.spec import ModelSpec
+
+
+def check_text(model: nn.Module, ids: Tensor, operation: str) -> None:
+    """Refuse ids that stand for images where no pixels can come along: the model would read them as words.
+
+    Args:
+        ids: ``[batch, num_tokens]`` or ``[num_tokens]``.
+
+    Raises:
+        LedgerError: naming the first one.
+    """
+    found = placeholders(model, ids)
+    if bool(found.any()):
+        raise LedgerError(
+            f"{operation}: token {int(ids[found][0])} stands for a piece of an image, and no pixels come along; "
+            "expected text. Splice a VisionChunk, or pass ids and pixels to the model or to generate."
+        )
 
 
 def check_padding(cache: LedgeredCache, valid: Tensor, operation: str) -> None:

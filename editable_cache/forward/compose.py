@@ -24,6 +24,7 @@ from editable_cache.chunk import KVChunk
 from editable_cache.errors import CompatibilityError, ContextWarning, SpanError
 from editable_cache.forward import run
 from editable_cache.forward.append import new_name
+from editable_cache.forward.checks import check_text
 from editable_cache.forward.compressed import splice_compressed
 from editable_cache.forward.move import check_blocks, check_reach, check_slots, move, require_moves
 from editable_cache.forward.outcome import Outcome, Tally, operating
@@ -125,6 +126,7 @@ def insert(cache: LedgeredCache, tokenizer: Any, content: TextOrIds, at: int, *,
             raise SpanError(f"insert: expected at= a slot in [0, {length}], got {at}.")
         ids = encode(tokenizer, content, first=at == 0)
         run.check_ids(run.require_model(cache, "insert"), ids, "insert")
+        check_text(run.require_model(cache, "insert"), ids, "insert")
         if not len(ids):
             tally.notes.append("empty text: nothing to insert")
         else:

@@ -13,6 +13,7 @@ from editable_cache.cache import LedgeredCache, Segment
 from editable_cache.chunk import KVChunk, LayerStates, Provenance
 from editable_cache.errors import SpanError
 from editable_cache.forward import run
+from editable_cache.forward.checks import check_text
 from editable_cache.forward.compressed import compile_compressed
 from editable_cache.forward.recurrent import compile_recurrent
 from editable_cache.forward.text import TextOrIds, adds_bos, encode
@@ -58,6 +59,7 @@ def precompile(
     seen = _prefix_ids(tokenizer, content, prefix)
     # An empty text is run with one token that is cut off again: its layers still need heads and dims.
     joined = torch.cat((seen, ids)) if len(ids) else torch.zeros(1, dtype=torch.int64)
+    check_text(model, joined, "precompile")
     cache, recurrence, compressed = LedgeredCache(model), None, None
     run.require_model(cache, "precompile")
     layers: tuple[LayerStates, ...] = ()

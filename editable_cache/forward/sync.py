@@ -15,6 +15,7 @@ from editable_cache.cache.lengths import shortened
 from editable_cache.cache.pieces import Blank, Keep, move_spans
 from editable_cache.errors import LedgerError, SpanError
 from editable_cache.forward import run
+from editable_cache.forward.checks import check_text
 from editable_cache.forward.move import move
 from editable_cache.forward.outcome import Outcome, Tally, operating
 from editable_cache.forward.text import TextOrIds, encode
@@ -94,6 +95,7 @@ def sync(
     if dry_run:
         return plan
     with operating(cache, "sync") as tally:
+        check_text(run.require_model(cache, "sync"), ids, "sync")
         cache.unfed = None
         if not len(ids):
             raise SpanError("sync: expected at least one token, got none; call reset() to forget everything.")

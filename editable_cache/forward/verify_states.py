@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from editable_cache.adapters.leaves import tensors_of
 from editable_cache.cache import Ledger, LedgeredCache
+from editable_cache.cache.kept_layers import KeptValue
 from editable_cache.forward import run
 from editable_cache.ops import relative_error
 
@@ -47,14 +49,23 @@ def check_prefill(cache: LedgeredCache) -> PrefillCheck:
             if bool(shown.any()):
                 real = expected.dtype if expected.is_floating_point() else torch.float64
                 errors.append(relative_error(found[shown].to(real), expected[shown].to(real)))
-    numbers = [t for value in cache.states() for part in (value.conv, value.recurrent) for t in part.values()]
-    if not all(t is None or bool(t.isfinite().all()) for t in numbers):
-        errors.append(math.inf)
-    if first == len(ledger):
-        for kept, new in zip(cache.states(), twin.states(), strict=True):
-            for held, wanted in ((kept.conv, new.conv), (kept.recurrent, new.recurrent)):
-                errors += [relative_error(held[i], t) for i, t in wanted.items() if t is not None]
+    for kept, new in zip(map(_numbers, cache.states()), map(_numbers, twin.states()), strict=True):
+        if not all(bool(t.isfinite().all()) for t in kept.values()):
+            errors.append(math.inf)
+        if first == len(ledger):
+            same = {place: t.shape for place, t in kept.items()} == {place: t.shape for place, t in new.items()}
+            errors += [relative_error(kept[place], t) for place, t in new.items()] if same else [math.inf]
     return PrefillCheck(max(errors), len(ledger) - first, logits.float())
+
+
+def _numbers(value: Any) -> dict[Any, Tensor]:
+    """The numbers of a ``StateValue`` or ``KeptValue``, by their place in the layer."""
+    if isinstance(value, KeptValue):
+        held = dict(tensors_of(value.leaves))
+    else:
+        parts = {"conv": value.conv, "recurrent": value.recurrent}
+        held = {(kind, i): t for kind, part in parts.items() for i, t in part.items() if t is not None}
+    return {place: t for place, t in held.items() if t.is_floating_point() and t.numel()}
 
 
 def _as_fed(ledger: Ledger) -> list[tuple[int, int]]:

@@ -149,6 +149,8 @@ def test_b52_same_ids_other_image(name: str) -> None:
 def test_b52_placeholders_that_no_image_filled() -> None:
     name = "llava"
     cache = EditableCache(vision_model(name))
-    cache.append(image_ids(name))  # the placeholder's own embedding
+    with pytest.raises(LedgerError, match="no pixels come along"):
+        cache.append(image_ids(name))
+    forward(name, cache, {"input_ids": image_ids(name)[None]})  # by hand: the placeholder's own embedding
     with pytest.raises(LedgerError, match="expected no image"):
         generate(name, cache, inputs(name, torch.cat((image_ids(name), text_ids(3))), pixels(name)))
