@@ -134,7 +134,12 @@ def kind_of(layer: Any) -> LayerKind:
 
 
 def compresses(layer: Any) -> bool:
-    """Whether a layer keeps a window of keys and folds older tokens into compressed entries."""
+    """Whether a layer keeps a window of keys and folds older tokens into compressed entries.
+
+    Before ``DummyLayer`` there were such layers too, but they kept other things; they stay plain caches.
+    """
+    if DUMMY_LAYER is None:
+        return False
     wanted = {COMPRESSED_ENTRIES, COMPRESSED_COUNTS, COMPRESS_RATE}
     return isinstance(layer, DynamicSlidingWindowLayer) and wanted <= vars(layer).keys()
 

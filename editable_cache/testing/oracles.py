@@ -389,7 +389,7 @@ def state_tensors(cache: Cache) -> dict[str, Tensor]:
 def _cache_argument(function: Any) -> str:
     """The name of `function`'s cache argument: `cache` in transformers 5.24, `past_key_values` before."""
     names = inspect.signature(function).parameters
-    return "cache" if "cache" in names else "past_key_values"
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in names), "past_key_values")
 
 
 def _row(tokens: Tensor) -> Tensor:

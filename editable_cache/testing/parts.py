@@ -48,7 +48,7 @@ def frozen_in_parts(model: PreTrainedModel, texts: Sequence[Tensor], *, given: b
         stop = start + len(ids)
         mask = torch.ones((1, stop), dtype=torch.int64)
         mask[:, :hidden] = 0
-        arguments: dict[str, Any] = {"cache" if "cache" in names else "past_key_values": cache}
+        arguments: dict[str, Any] = {next(n for n in ("cache", "past_key_values", "cache_params") if n in names): cache}
         if given:
             arguments["position_ids"] = torch.arange(start, stop)[None]
         with torch.no_grad():

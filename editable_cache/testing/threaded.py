@@ -139,7 +139,10 @@ def _forward(model: PreTrainedModel, ids: Tensor, cache: Any, start: int, step: 
     logits = []
     for first in range(0, ids.shape[1], step or max(ids.shape[1], 1)):
         part = ids[:, first : first + (step or ids.shape[1])]
-        arguments: dict[str, Any] = {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
+        arguments: dict[str, Any] = {
+            next(n for n in ("cache", "past_key_values", "cache_params") if n in names): cache,
+            "use_cache": True,
+        }
         if "position_ids" in names or "kwargs" in names:
             arguments["position_ids"] = torch.arange(start + first, start + first + part.shape[1])[None]
         logits.append(model(part, **arguments).logits)
