@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
 
 from editable_cache.adapters.continuation import run_in_steps
@@ -176,6 +176,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "expand": 2,
     },
 }
+CONFIGS = {name: config for name, config in CONFIGS.items() if name in CONFIG_MAPPING}  # older versions know fewer
 """What each model type needs beyond `COMMON`."""
 
 UNKNOWN = {

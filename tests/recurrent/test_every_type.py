@@ -67,6 +67,8 @@ def test_all_types_that_keep_a_state_compose() -> None:
 @pytest.mark.parametrize("name", ["inkling_text", "glm5_next", "qwen4_exp_text", "falcon_mamba", "lfm3"])
 def test_types_that_are_unlike_the_others(name: str) -> None:
     """Several states in a layer, recurrent beside indexed attention, ids as a state, no attention at all."""
+    if name not in model_types():
+        pytest.skip("this transformers does not know the type")
     assert composes(name)
 
 
