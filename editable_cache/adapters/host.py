@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     DynamicCache,
     DynamicIndexedLayer,
     DynamicLayer,
@@ -152,11 +151,6 @@ def kinds_of(layers: Sequence[Any]) -> tuple[LayerKind, ...]:
     """
     beside = any(map(compresses, layers))
     return tuple("kept" if beside and type(layer) is DynamicSlidingWindowLayer else kind_of(layer) for layer in layers)
-
-
-def counts_tokens(layer: Any) -> bool:
-    """Whether a layer knows how many tokens it holds."""
-    return isinstance(layer, CacheLayerMixin)
 
 
 def cache_layout(config: Any) -> CacheLayout:
