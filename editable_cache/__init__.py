@@ -14,6 +14,7 @@ from editable_cache.errors import (
     Reason,
     SpanError,
     TokenBoundaryWarning,
+    TrustWarning,
     UnsupportedModelError,
 )
 from editable_cache.forward.outcome import Outcome
@@ -47,6 +48,7 @@ __all__ = [
     "SpanError",
     "Stale",
     "TokenBoundaryWarning",
+    "TrustWarning",
     "UnsupportedModelError",
     "Verification",
     "VisionChunk",

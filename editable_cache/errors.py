@@ -78,5 +78,9 @@ class TokenBoundaryWarning(UserWarning):
     """Two texts tokenize differently together than apart, so the ids are not those of the joined text."""
 
 
+class TrustWarning(UserWarning):
+    """Something in a stranger's skill deserves a look: control tokens, or a text that is not what the ids say."""
+
+
 class ContextWarning(UserWarning):
     """The edit is carried out, but the context it leaves is one that models are known to read badly."""

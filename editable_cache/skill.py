@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from editable_cache.adapters import identify
-from editable_cache.chunk import KVChunk
-from editable_cache.errors import CompatibilityError
-from editable_cache.forward.compose import require_compatible
 from editable_cache.forward.precompile import precompile
 from editable_cache.forward.text import TextOrIds
-from editable_cache.hub.chunk_store import load_chunk, save_chunk
+from editable_cache.published import PublishedChunk
+
+if TYPE_CHECKING:
+    from editable_cache.hub.publish import SkillInfo
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Skill(KVChunk):
-    """A named chunk with the text it was compiled from (for people; the ids are the truth).
+class Skill(PublishedChunk):
+    """A text, compiled once and kept.
 
-    Make one with ``Skill.precompile``, put it anywhere with ``EditableCache.splice``.
+    Make one with ``Skill.precompile``, put it anywhere with ``EditableCache.splice``, share it with ``push_to_hub``.
     """
-
-    text: str | None = None
 
     @classmethod
     def precompile(
@@ -67,34 +63,26 @@ class Skill(KVChunk):
         )
         return cls._of(chunk, content if isinstance(content, str) else None)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the skill to a folder: one safetensors file and one JSON manifest; the old contents stay valid until
-        the end.
-
-        Raises:
-            ArtifactError: if the folder can't be written.
-        """
-        save_chunk(self, folder, text=self.text)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, *, model: nn.Module | None = None, tokenizer: Any = None) -> Skill:
-        """Read a skill; its cells are memory-mapped.
+    @staticmethod
+    def search(
+        query: str | None = None,
+        *,
+        base_model: str | None = None,
+        author: str | None = None,
+        limit: int = 20,
+        token: str | bool | None = None,
+    ) -> tuple[SkillInfo, ...]:
+        """Find skills on the Hub, most downloaded first.
 
         Args:
-            folder: written by ``save_pretrained``.
-            model, tokenizer: checked against the producer if given; a splice checks again.
+            query: words of the repository's name.
+            base_model: only skills for this model (``"HuggingFaceTB/SmolLM2-135M-Instruct"``).
+            author: only those of this user or organization.
+            limit: how many at most.
 
         Raises:
-            ArtifactError: for a missing, damaged, truncated or unknown file.
-            CompatibilityError: if it was compiled by another model.
+            ArtifactError: if the Hub can't be asked.
         """
-        chunk, text = load_chunk(folder)
-        if model is not None:
-            require_compatible(identify(model, tokenizer), chunk, f"{folder}")
-        return cls._of(chunk, text)
+        from editable_cache.hub.publish import search
 
-    @classmethod
-    def _of(cls, chunk: KVChunk, text: str | None) -> Skill:
-        if not chunk.name:
-            raise CompatibilityError(f"A skill needs a name, got {chunk.name!r}; a chunk without one is a KVChunk.")
-        return cls(**{field.name: getattr(chunk, field.name) for field in fields(KVChunk)}, text=text)
+        return tuple(search(query, base_model=base_model, author=author, limit=limit, token=token))

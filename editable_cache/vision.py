@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from editable_cache.adapters import identify
 from editable_cache.chunk import KVChunk
 from editable_cache.errors import CompatibilityError, SpanError
-from editable_cache.forward.compose import require_compatible
 from editable_cache.forward.images import precompile_images
 from editable_cache.forward.text import TextOrIds, adds_bos, encode
-from editable_cache.hub.chunk_store import load_chunk, save_chunk
+from editable_cache.published import PublishedChunk
 
 BORDER = "\u241f"
 """A character that no template puts anywhere by itself."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class VisionChunk(KVChunk):
+class VisionChunk(PublishedChunk):
     """The cells of an image, put anywhere with ``EditableCache.splice``.
 
     ``images`` holds a digest of the pixels: the placeholder ids of all images are equal, their cells are not. A prompt
-    that carries another image than the cache is refused.
+    that carries another image than the cache is refused. Saved without the pixels.
     """
-
-    text: str | None = None
 
     @classmethod
     def precompile(
@@ -77,29 +72,6 @@ class VisionChunk(KVChunk):
         seen = torch.empty(0, dtype=torch.int64) if prefix is None else encode(tokenizer, prefix, first=False)
         return cls._of(precompile_images(model, tokenizer, inputs, name=name, prefix_ids=seen), text)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the chunk with its image's digest to a folder, without the pixels.
-
-        Raises:
-            ArtifactError: if the folder can't be written.
-        """
-        save_chunk(self, folder, text=self.text)
-
-    @classmethod
-    def from_pretrained(
-        cls, folder: str | Path, *, model: nn.Module | None = None, tokenizer: Any = None
-    ) -> VisionChunk:
-        """Read what ``save_pretrained`` wrote; its cells are memory-mapped.
-
-        Raises:
-            ArtifactError: for a missing, damaged, truncated or unknown file.
-            CompatibilityError: if it was compiled by another model, or holds no image.
-        """
-        chunk, text = load_chunk(folder)
-        if model is not None:
-            require_compatible(identify(model, tokenizer), chunk, f"{folder}")
-        return cls._of(chunk, text)
-
     @classmethod
     def _of(cls, chunk: KVChunk, text: str | None) -> VisionChunk:
         if not chunk.name or not chunk.images:
@@ -107,7 +79,7 @@ class VisionChunk(KVChunk):
                 f"A vision chunk needs a name and an image, got {chunk.name!r} and {len(chunk.images)} images; read a "
                 "chunk of text with Skill.from_pretrained."
             )
-        return cls(**{field.name: getattr(chunk, field.name) for field in fields(KVChunk)}, text=text)
+        return super()._of(chunk, text)
 
 
 def markup(processor: Any) -> str:

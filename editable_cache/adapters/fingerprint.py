@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -63,6 +64,9 @@ NEUTRAL_CONFIG_FIELDS = frozenset(
 """Config fields that cannot change a key or a value; every other field, known or not, counts."""
 
 
+PATHS = ("_name_or_path", "name_or_path")
+
+
 class _Known(NamedTuple):
     state: tuple[Any, ...]
     identity: ModelIdentity
@@ -95,6 +99,7 @@ STATES = 8
 _first_elements: weakref.WeakKeyDictionary[nn.Module, _FirstElements] = weakref.WeakKeyDictionary()
 _contents: weakref.WeakKeyDictionary[nn.Module, dict[WeightsState, tuple[str, str]]] = weakref.WeakKeyDictionary()
 _identities: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+_rounded: weakref.WeakKeyDictionary[nn.Module, tuple[WeightsState, str]] = weakref.WeakKeyDictionary()
 _tokenizers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
@@ -104,7 +109,7 @@ def identify(model: nn.Module, tokenizer: Any = None, *, state: WeightsState | N
     ``state`` is the model's ``weights_state`` where the caller has it already.
     """
     model = inner_model(model)
-    everything = (weights_state(model) if state is None else state), _config_digest(model)
+    everything = (weights_state(model) if state is None else state), _config_json(model)
     known = _identities.get(model)
     if known is None or known.state != everything:
         _identities[model] = known = _Known(everything, _measure(model))
@@ -200,7 +205,7 @@ def _measure(model: nn.Module) -> ModelIdentity:
     frequencies = {name: tensor.tolist() for name, tensor in named}
     return ModelIdentity(
         model_type=str(config.model_type),
-        config=_config_digest(model),
+        config=_config_json(model),
         weights=weights,
         adapters=_active_adapters(model),
         rotary=_digest(frequencies),
@@ -214,14 +219,50 @@ def tokenizer_digest(tokenizer: Any) -> str:
         return _tokenizers[tokenizer]
     except KeyError:
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+        maps = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+        # left behind by the last call with padding= or truncation=
+        content = json.dumps({key: maps[key] for key in maps if key not in ("padding", "truncation")}, sort_keys=True)
         _tokenizers[tokenizer] = hashlib.sha256(content.encode()).hexdigest()[:16]
         return _tokenizers[tokenizer]
 
 
-def _config_digest(model: nn.Module) -> str:
+def rounded_digest(model: nn.Module) -> str:
+    """Digest of the weights rounded to bfloat16: equal for one set of weights in several dtypes.
+
+    Empty where weights are no plain tensors (quantized ones). Remembered until a weight is written.
+    """
+    model = inner_model(model)
+    state = weights_state(model).without_buffers
+    known = _rounded.get(model)
+    if known is None or known[0] != state:
+        _rounded[model] = known = (state, _rounded_digest(model))
+    return known[1]
+
+
+def _rounded_digest(model: nn.Module) -> str:
+    hasher = hashlib.blake2b(digest_size=16)
+    for name, item in contents(model):
+        if not isinstance(item, Tensor) or item.is_quantized or form(item):
+            return ""
+        rounded = item.to(torch.bfloat16) if item.is_floating_point() else item
+        hasher.update(f"{name}\0{checksum(rounded)}\0".encode())
+    return hasher.hexdigest()
+
+
+def _config_json(model: nn.Module) -> str:
+    """The config fields that affect keys and values, in a form that reading and writing as JSON does not change."""
     content = host.text_config(model.config).to_dict()
-    return _digest({key: value for key, value in content.items() if key not in NEUTRAL_CONFIG_FIELDS})
+    counted = {key: value for key, value in content.items() if key not in NEUTRAL_CONFIG_FIELDS}
+    return json.dumps(_plain_json(json.loads(json.dumps(counted, default=str))), sort_keys=True)
+
+
+def _plain_json(value: Any) -> Any:
+    """Without the names of folders that nested configs were loaded from; infinities, which JSON lacks, as text."""
+    if isinstance(value, dict):
+        return {key: _plain_json(each) for key, each in value.items() if key not in PATHS}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return [_plain_json(each) for each in value] if isinstance(value, list) else value
 
 
 def _active_adapters(model: nn.Module) -> str:

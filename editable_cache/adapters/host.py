@@ -25,7 +25,10 @@ from transformers.cache_utils import (
 from editable_cache.adapters.wrappers import execution_device
 from editable_cache.spec import MaskKind
 
-CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+CACHE_OF_GENERATE = "past_key_values"
+"""The argument of ``generate`` that takes a cache, in every version."""
+
+CACHE_NAMES = ("cache", CACHE_OF_GENERATE, "cache_params")
 """The cache argument is called ``cache`` since transformers 5.2x, and before that ``cache_params`` by Mamba; users may
 pass any of these names.
 """

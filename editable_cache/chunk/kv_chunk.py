@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -14,41 +14,13 @@ import torch
 from torch import Tensor
 
 from editable_cache.chunk.compressed import Compressed
+from editable_cache.chunk.provenance import ImageSpan, Provenance
 from editable_cache.chunk.recurrence import Recurrence
 from editable_cache.errors import SpanError
-from editable_cache.spec import ModelIdentity
+from editable_cache.spec import LayerSpec, ModelIdentity, Origin
 
 LayerStates = Mapping[str, Tensor]
 """Stored tensors of one layer by name, each ``[1, num_heads, seq_len, head_dim]``."""
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """What the tokens of a chunk had seen when their cells were computed.
-
-    Attributes:
-        how: ``"precompiled"`` (alone, or after ``prefix_ids`` only) or ``"extracted"`` (cut out of a longer context).
-        prefix_ids: every id that stood before the chunk, in order; empty when it was compiled alone. A chunk that saw
-            something carries it with it: it is another chunk than the same ids compiled alone.
-        note: what was done to the context before an extraction, for people.
-    """
-
-    how: str
-    prefix_ids: tuple[int, ...] = ()
-    note: str = ""
-
-    def __str__(self) -> str:
-        seen = f"behind {len(self.prefix_ids)} tokens" if self.prefix_ids else "alone"
-        return f"{self.how} {seen}" + (f" ({self.note})" if self.note else "")
-
-
-@dataclass(frozen=True)
-class ImageSpan:
-    """Tokens ``[start, stop)`` of a chunk that stand for an image, whose content ``digest`` tells."""
-
-    start: int
-    stop: int
-    digest: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +33,7 @@ class KVChunk:
     Attributes:
         layers: one mapping for each holder of cells (see ``ModelSpec.layers``), tensor name to ``[1, num_heads,
             seq_len, head_dim]``; empty where the holder stores nothing.
-        token_ids: int64 ``[seq_len]``.
+        token_ids: int64 ``[seq_len]``; -1 where no token made a cell (a trained prefix).
         position_ids: int64 ``[seq_len]``, where the rotary embedding had placed them.
         model: who computed them.
         provenance: what they had seen.
@@ -71,6 +43,8 @@ class KVChunk:
             is in ``position_ids``; None where tokens have one position, or all are equal.
         images: which tokens stand for which image, ascending; some tokens between may stand for none.
         compressed: what the chunk leaves in layers that compress windows of tokens, or None where there are none.
+        layout: how each holder's tensors rotate, in the order of ``layers``; empty where it was not recorded.
+        origin: circumstances of the compilation, for people and other programs.
     """
 
     layers: tuple[LayerStates, ...]
@@ -83,6 +57,8 @@ class KVChunk:
     axes: Tensor | None = None
     images: tuple[ImageSpan, ...] = ()
     compressed: Compressed | None = None
+    layout: tuple[LayerSpec, ...] = ()
+    origin: Origin = field(default_factory=Origin)
 
     def __post_init__(self) -> None:
         length = self.token_ids.shape[0]
@@ -98,6 +74,11 @@ class KVChunk:
                 f"A chunk of {length} tokens can't have {self.recurrence.head} live ones at its start and "
                 f"{self.recurrence.tail} at its end."
             )
+        if self.layout and self.layers and len(self.layout) != len(self.layers):
+            raise SpanError(f"A chunk's layout: expected {len(self.layers)} holders, got {len(self.layout)}.")
+        borders = [0, *(border for part in self.provenance.parts for border in (part.start, part.stop)), length]
+        if self.provenance.parts and (borders[::2] != borders[1::2] or borders != sorted(borders)):
+            raise SpanError(f"A merged chunk's parts: expected spans that cover {length} tokens, got {borders[1:-1]}.")
         for layer_idx, states in enumerate(self.layers):
             for name, tensor in states.items():
                 if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[-2] != length:
@@ -156,6 +137,8 @@ class KVChunk:
         if self.axes is not None or self.images:
             content["axes"] = None if self.axes is None else self.axes.tolist()
             content["images"] = [[image.start, image.stop, image.digest] for image in self.images]
+        if self.provenance.parts:
+            content["parts"] = [[part.start, part.stop, list(part.prefix_ids)] for part in self.provenance.parts]
         if self.recurrence is not None:
             content["live ends"] = [self.recurrence.head, self.recurrence.tail]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -179,7 +162,6 @@ class KVChunk:
         cut = [i for i in self.images if i.start < start < i.stop or i.start < stop < i.stop]
         if cut:
             raise SpanError(f"Slice of {self!r}: [{start}, {stop}) cuts the image at [{cut[0].start}, {cut[0].stop}).")
-        seen = (*self.provenance.prefix_ids, *self.token_ids[:start].tolist())
         return self._derived(
             layers=tuple({name: t[..., start:stop, :] for name, t in states.items()} for states in self.layers),
             token_ids=self.token_ids[start:stop],
@@ -190,8 +172,25 @@ class KVChunk:
                 for image in self.images
                 if start <= image.start and image.stop <= stop
             ),
-            provenance=replace(self.provenance, how="extracted" if seen else self.provenance.how, prefix_ids=seen),
+            provenance=self._provenance_of(start, stop),
         )
+
+    def _provenance_of(self, start: int, stop: int) -> Provenance:
+        ids, whole = self.token_ids.tolist(), self.provenance
+        if not whole.parts:
+            seen = (*whole.prefix_ids, *ids[:start])
+            return replace(whole, how="extracted" if seen and whole.how != "trained" else whole.how, prefix_ids=seen)
+        parts = tuple(
+            replace(
+                part,
+                start=max(part.start, start) - start,
+                stop=min(part.stop, stop) - start,
+                prefix_ids=(*part.prefix_ids, *ids[part.start : max(part.start, start)]),
+            )
+            for part in whole.parts
+            if part.start < stop and part.stop > start
+        )
+        return replace(whole, parts=parts)
 
     def renamed(self, name: str | None) -> KVChunk:
         """The same chunk under another name; shares storage."""
@@ -216,5 +215,5 @@ class KVChunk:
         )
 
     def _derived(self, **changes: Any) -> KVChunk:
-        values = {field.name: getattr(self, field.name) for field in fields(KVChunk)}
+        values = {each.name: getattr(self, each.name) for each in fields(KVChunk)}
         return KVChunk(**{**values, **changes})

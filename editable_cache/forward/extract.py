@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from editable_cache.adapters import identify, measured
+from editable_cache.adapters import made_by, measured
 from editable_cache.cache import UNKNOWN, Ledger, LedgeredCache
 from editable_cache.chunk import ImageSpan, KVChunk, Provenance
 from editable_cache.errors import LedgerError, SpanError
@@ -55,7 +55,7 @@ def extract(cache: LedgeredCache, tokenizer: Any, where: Where, *, name: str | N
         axes=ledger.axes[0, start:stop].clone() if bool(ledger.axes[0, start:stop].any()) else None,
         images=image_spans(ledger, start, stop),
         position_ids=ledger.positions[0, start:stop].clone(),
-        model=identify(model, tokenizer),
+        **made_by(model, tokenizer, torch.cat((torch.tensor(seen, dtype=torch.int64), ids))),
         provenance=Provenance("extracted" if seen or note else "precompiled", seen, note),
         name=name,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from editable_cache.adapters import host, identify, model_spec
+from editable_cache.adapters import host, made_by, model_spec
 from editable_cache.adapters.images import num_axes, number
 from editable_cache.cache import LedgeredCache
 from editable_cache.chunk import KVChunk, Provenance
@@ -64,7 +64,7 @@ def precompile_images(
         ),
         token_ids=ids[0],
         position_ids=ledger.positions[0, seen:].clone(),
-        model=identify(model, tokenizer),
+        **made_by(model, tokenizer, joined[0]),
         provenance=Provenance("precompiled", tuple(prefix_ids.tolist())),
         name=name,
         axes=axes.clone() if bool(axes.any()) else None,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from editable_cache.adapters import identify, model_spec
+from editable_cache.adapters import made_by, model_spec
 from editable_cache.adapters.wrappers import inner_model
 from editable_cache.cache import LedgeredCache, Segment
 from editable_cache.chunk import KVChunk, LayerStates, Provenance
@@ -86,7 +86,7 @@ def precompile(
         compressed=compressed,
         token_ids=ids,
         position_ids=torch.arange(len(seen), len(seen) + len(ids)),
-        model=identify(model, tokenizer),
+        **made_by(model, tokenizer, torch.cat((seen, ids))),
         provenance=Provenance("precompiled", tuple(seen.tolist())),
         name=name,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from editable_cache.cache.ledger import TENSORS, Erratum, Isolated
 from editable_cache.cache.state_layers import KeepsState, StateLayer, StateValue
 from editable_cache.cache.stored import States
 from editable_cache.errors import ArtifactError, CompatibilityError, LedgerError
-from editable_cache.hub.folder import read_folder, require, write_folder
-from editable_cache.spec import ModelIdentity, compare
+from editable_cache.hub.facts import identity_facts, read_identity
+from editable_cache.hub.folder import read_folder, write_folder
+from editable_cache.hub.manifest import MANIFEST
+from editable_cache.spec import compare
 
 KIND = "editable_cache.cache"
 STATES = ("states.", "mark.")
+KEYS = ("segments", "fields", "stale", "chunks", "open_gap", "digests", "unfed", "mark")
 
 
 def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None:
@@ -50,7 +53,7 @@ def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
     manifest = {
         "kind": KIND,
         "version": 1,
-        "model": identify(cache.model, tokenizer).to_dict(),
+        "model": identity_facts(identify(cache.model, tokenizer)),
         "segments": [asdict(segment) for segment in ledger.segments],
         "fields": [asdict(field) for field in ledger.fields],
         "stale": [asdict(span) for span in ledger.stale],
@@ -70,13 +73,12 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
         ArtifactError: if anything is missing, damaged, or contradicts itself.
         CompatibilityError: if another model wrote it.
     """
-    tensors, manifest = read_folder(folder, KIND)
-    names = {field.name for field in fields(ModelIdentity)}
-    model = manifest.get("model")
-    require(isinstance(model, dict) and set(model) == names, folder, "model", f"texts {sorted(names)}", model)
-    reasons = compare(identify(cache.model, tokenizer), ModelIdentity(**model))  # type: ignore[arg-type]
+    tensors, facts = read_folder(folder, KIND)
+    reasons = compare(identify(cache.model, tokenizer), read_identity(facts.section("model")))  # type: ignore[arg-type]
     if reasons:
         raise CompatibilityError(f"{folder}: these cells were computed by another model. What differs:", reasons)
+    manifest = {key: facts.take(key) for key in KEYS}
+    facts.done()
     try:
         open_gap = manifest["open_gap"]
         fits = type(open_gap) is int and 0 <= open_gap < 2**62
@@ -130,10 +132,16 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
             cache.mark(mark)
         _load_states(cache.state_layers, tensors, "states", ledger, folder, len(ledger))
         cache.mark(len(ledger))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
         raise ArtifactError(f"{folder}: the manifest does not fit the format: {error!r}.") from error
     cache.require_same_weights("from_pretrained")
     cache.ledger, cache.unfed = ledger, unfed
+
+
+def require(condition: bool, folder: str | Path, what: str, expected: str, got: Any) -> None:
+    """Raise ``ArtifactError`` unless ``condition``."""
+    if not condition:
+        raise ArtifactError(f"{Path(folder) / MANIFEST}: {what}: expected {expected}, got {str(got)[:200]!r}.")
 
 
 def _named(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

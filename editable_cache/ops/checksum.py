@@ -14,6 +14,11 @@ import torch
 from torch import Tensor
 
 WORDS = 2048
+FOLD = 16
+"""Rows that are first added as one long row when columns are summed: memory is read in order, not in strides."""
+
+BLOCK = 192
+"""Rows that are summed both ways before the next ones: they stay in the processor's cache between the passes."""
 
 
 def checksum(tensor: Tensor) -> str:
@@ -24,6 +29,22 @@ def checksum(tensor: Tensor) -> str:
     if content.storage_offset() % 8:
         content = content.clone()
     table = content[:whole].view(torch.int64).view(-1, WORDS)
-    for part in (table.sum(dim=1), table.sum(dim=0), content[whole:]):
-        hasher.update(part.cpu().numpy().tobytes())
+    for part in (*_sums(table), content[whole:]):
+        hasher.update(part.cpu().numpy())
     return hasher.hexdigest()
+
+
+def _sums(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the rows and of the columns of an int64 table, wrapping around."""
+    if table.device.type != "cpu" or len(table) < 2 * FOLD:
+        return table.sum(dim=1), table.sum(dim=0)
+    sums = [(_column_sums(block), block.sum(dim=1)) for block in table.split(BLOCK)]  # columns first is faster
+    if len(sums) == 1:
+        return sums[0][1], sums[0][0]
+    return torch.cat([rows for _, rows in sums]), torch.stack([columns for columns, _ in sums]).sum(dim=0)
+
+
+def _column_sums(block: Tensor) -> Tensor:
+    even = len(block) // FOLD * FOLD
+    folded = block[:even].view(-1, FOLD * WORDS).sum(dim=0).view(FOLD, WORDS).sum(dim=0)
+    return folded if even == len(block) else folded + block[even:].sum(dim=0)

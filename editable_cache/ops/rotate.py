@@ -79,8 +79,10 @@ def _angle(positions: Tensor, inv_freq: Tensor, ahead: Tensor | int) -> Tensor:
     return own.to(torch.float32) * inv_freq  # float32, as the model rounds it
 
 
-CACHE_BYTES = 2**21
-"""Tensors above this size are turned head by head, so that the second pass finds them in the processor's cache."""
+CACHE_BYTES = 2**20
+"""Tensors above this size are turned in blocks of tokens of this size, so that the second pass over a block, and the
+tables that its heads share, are found in the processor's cache.
+"""
 
 
 def rotate_into(out: Tensor, states: Tensor, turn: Rotation) -> None:
@@ -89,10 +91,17 @@ def rotate_into(out: Tensor, states: Tensor, turn: Rotation) -> None:
     Arithmetic is float32 (float64 for float64 states); the result is cast once, on writing. Channels outside the
     rotated slice are copied.
     """
-    if out.nbytes > CACHE_BYTES and out.shape[1] > 1 and out.device.type == "cpu":
-        for head in range(out.shape[1]):
-            rotate_into(out[:, head : head + 1], states[:, head : head + 1], turn)
-        return
+    length = out.shape[-2]
+    if out.nbytes > CACHE_BYTES and out.device.type == "cpu":
+        step = max(CACHE_BYTES * length // out.nbytes, 1)
+        for low in range(0, length, step):
+            high = min(low + step, length)
+            _rotate_block(out[..., low:high, :], states[..., low:high, :], turn.slots(low, high))
+    else:
+        _rotate_block(out, states, turn)
+
+
+def _rotate_block(out: Tensor, states: Tensor, turn: Rotation) -> None:
     start, stop = turn.rotary.start, turn.rotary.stop
     if start > 0:
         out[..., :start].copy_(states[..., :start])

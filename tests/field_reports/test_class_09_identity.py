@@ -128,6 +128,6 @@ def test_an_identity_is_taken_of_what_counts() -> None:
     model.config.use_cache = False
     assert identify(model) == before
     model.config.rms_norm_eps = 1e-3
-    assert compare(before, identify(model))[0].what == "config"
+    assert compare(before, identify(model))[0].what == "config.rms_norm_eps"
     assert isinstance(before, ModelIdentity)
     assert some_ids(1).shape == (1, 1)

@@ -11,7 +11,7 @@ import torch
 from cache_support import Snapshot, generate, make_cache, make_context, policy, shared_model, shared_tokenizer
 
 from editable_cache import ArtifactError, EditableCache, EditableCacheError, Skill
-from editable_cache.hub.folder import seal
+from editable_cache.hub.manifest import seal
 
 
 def payload_of(folder: Path) -> Path:
@@ -112,16 +112,24 @@ def test_b58_a_cache_goes_on_after_a_round_trip_as_if_nothing_was(dtype: torch.d
     assert torch.equal(outs[0].sequences, outs[1].sequences)
 
 
-@pytest.mark.parametrize(
-    "name", ["../x", "/etc/x", "a/../../x", "CON", "x" * 300, "a\0b", "ｓkill", "", ".", "cells-0.safetensors"]
-)
-def test_b62_names_never_leave_the_folder(name: str, tmp_path: Path) -> None:
+BAD_NAMES = ["../x", "/etc/x", "a/../../x", "a\\b", "x" * 300, "a\0b", "a\nb", "\u202egpj", "", ".", "..", ".hidden"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_b62_names_that_are_paths_or_unprintable(name: str, tmp_path: Path) -> None:
     """ggml-org/llama.cpp#26315, #26316: a save name follows a link out of the directory."""
+    with pytest.raises(EditableCacheError, match="name"):
+        Skill.precompile(shared_model(), shared_tokenizer(), "If", name=name)
+    policy().save_pretrained(tmp_path)
+    rewrite(tmp_path, {"name": name}, sealed=True)
+    with pytest.raises(ArtifactError, match="name"):
+        Skill.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["CON", "ｓkill", "cells-0.safetensors", "x" * 200, "refund policy (v2)"])
+def test_b62_names_never_leave_the_folder(name: str, tmp_path: Path) -> None:
+    """ggml-org/llama.cpp#26315, #26316: names are never paths, whatever they are."""
     folder = tmp_path / "inner" / "skill"
-    if not name:
-        with pytest.raises(EditableCacheError, match="name"):
-            Skill.precompile(shared_model(), shared_tokenizer(), "If", name=name)
-        return
     Skill.precompile(shared_model(), shared_tokenizer(), "If", name=name).save_pretrained(folder)
     written = {path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*") if path.is_file()}
     assert written == {("inner", "skill")}
@@ -146,7 +154,7 @@ def test_b62_a_manifest_cannot_point_outside(target: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("sealed", [True, False])
-@pytest.mark.parametrize("key", ["token_ids", "position_ids", "model", "provenance", "num_layers", "kind", "version"])
+@pytest.mark.parametrize("key", ["token_ids", "position_ids", "model", "provenance", "layers", "kind", "version"])
 @pytest.mark.parametrize("value", [None, -1, [1], "x", {}])
 def test_hostile_skill_manifests(key: str, value: Any, sealed: bool, tmp_path: Path) -> None:
     """Comfy-Org/ComfyUI#14989: whatever stands in the manifest, the answer is an `ArtifactError`."""
