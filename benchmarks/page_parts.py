@@ -219,3 +219,36 @@ def machine(environment: dict[str, Any]) -> str:
         f"{environment['processor']}, {environment['threads']} thread{'s' if environment['threads'] != 1 else ''}, "
         f"torch {environment['torch']}, transformers {environment['transformers']}"
     )
+
+
+def artifact_table(result: dict[str, Any]) -> str:
+    """What a skill stored in 8 bits differs from the full one, with the grouping of scales that the library uses."""
+    grouped = "keys per channel, values per token"
+    rows = []
+    for model, title in (("smollm2", "SmolLM2-135M-Instruct"), ("gemma3_270m", "Gemma 3 270M")):
+        for arm in ("bfloat16", f"int8, {grouped}", f"fp8, {grouped}"):
+            found = result[model]["arms"][arm]
+            cells = [
+                title,
+                arm.split(",")[0],
+                f"{found['bytes_ratio']:.3f}",
+                f"{found['keys_max_relative']:.4f} ({found['keys_rms_relative']:.4f})",
+                f"{found['cosine_median']:.6f} ({found['cosine_worst']:.6f})",
+                f"{found['kl_mean_nats']:.1e} ({found['kl_worst_nats']:.1e})",
+                f"{found['top_token_agreement']:.3f}",
+            ]
+            rows.append(row(cells))
+    head = [
+        "model",
+        "storage",
+        "bytes / float32",
+        "keys, largest error (root mean square)",
+        "logit cosine, median (worst)",
+        "KL, nats, mean (worst)",
+        "same top token",
+    ]
+    return table(head, rows) + (
+        f"\nAgainst the full float32 skill: {len(result['documents'])} documents of {result['document_tokens']:,} "
+        "tokens, logits at the tokens of the questions behind them. Errors of\nkeys over the largest key. bfloat16 is "
+        f"the usual dtype of a model, for comparison. {machine(result['environment'])}.\n"
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from page_parts import (
+    artifact_table,
     axes_table,
     distance_table,
     drift_table,
@@ -36,9 +37,9 @@ def main() -> None:
 
 def rendered() -> dict[Path, str]:
     """Each generated file with the text that it should have."""
-    compose, fidelity, rotation, mrope, hybrids, probe = (
+    compose, fidelity, rotation, mrope, hybrids, probe, storage = (
         json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
-        for name in ("compose", "fidelity", "rotation", "mrope", "hybrids", "probe")
+        for name in ("compose", "fidelity", "rotation", "mrope", "hybrids", "probe", "storage")
     )
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
@@ -57,7 +58,9 @@ def rendered() -> dict[Path, str]:
         numbers = _between(numbers, mark, part)
     recurrent = ROOT / "docs" / "recurrent.md"
     states = _between(recurrent.read_text(encoding="utf-8"), "bench:hybrids", hybrids_text(hybrids))
+    skill_format = ROOT / "docs" / "skill-format.md"
     return {
+        skill_format: _between(skill_format.read_text("utf-8"), "bench:skill-storage", artifact_table(storage)),
         recurrent: _between(states, "bench:hybrids-cost", hybrids_cost_table(hybrids)),
         ROOT / "docs" / "architectures.md": page(json.loads((RESULTS / "architectures.json").read_text("utf-8"))),
         numerics: numbers,

@@ -122,7 +122,8 @@ class EditableCache(HoldingCache):
             chunk: a ``KVChunk`` or ``Skill`` of this model.
             at: slot of its first token; the end by default. Later tokens make room: they are moved, and stale with
                 respect to what they did not see.
-            seam_tokens: how many tokens at its start to recompute.
+            seam_tokens: how many tokens at its start to recompute; fewer where an image or a trained cell begins
+                earlier, which nothing can compute again. Of a merged chunk, at the start of the whole only.
             name: of the new segment; the chunk's own name by default.
             position: position of its first token, for a splice at the end that leaves a gap.
 

@@ -110,7 +110,9 @@ class HoldingCache(LedgeredCache):
 
         Returns:
             ``input_ids`` and ``attention_mask``, int64 ``[batch, seq_len + num_new]`` on the model's device. With
-            nothing new, the last token runs again to give the next one's logits.
+            nothing new, the last token runs again to give the next one's logits. Trained cells, which no token made,
+            stand there as the padding or BOS token (or id 0): it is never fed, but what counts the ids of a prompt (a
+            repetition penalty) counts it.
 
         Raises:
             LedgerError: if some ids are unknown, or if cache and content are both empty.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +14,8 @@ from torch import nn
 
 from editable_cache.adapters import identify, rounded_digest, special_tokens
 from editable_cache.chunk import KVChunk
-from editable_cache.errors import CompatibilityError, TrustWarning
+from editable_cache.errors import ArtifactError, CompatibilityError, TrustWarning
+from editable_cache.forward.verify_chunk import ChunkVerification, verify_chunk
 from editable_cache.hub.build import Build
 from editable_cache.hub.chunk_store import load_chunk, save_chunk
 from editable_cache.hub.remote import Repository, is_repo_id
@@ -95,18 +97,24 @@ class PublishedChunk(KVChunk):
         identity = None if model is None else identify(model, tokenizer)
         wanted = _dtype_name(dtype, identity.dtype if identity is not None else None)
         remote, snapshot = None, Path(source)
-        if not snapshot.exists() and is_repo_id(source):
+        if not _is_there(snapshot):
+            if not is_repo_id(source):
+                raise ArtifactError(
+                    f"{str(source)!r:.200}: no such folder, and no repository on the Hub ('organization/name')."
+                )
             remote = Repository(str(source), revision, cache_dir, token, local_files_only, force_download)
             snapshot = remote.manifests()
-        folders = build_folders(snapshot)
-        found = candidates(folders, identity, lambda: "" if model is None else rounded_digest(model))
-        chosen = choose(found, str(source), label=build, dtype=wanted)
+        with nullcontext() if remote is None else remote.repairable():
+            folders = build_folders(snapshot, of_hub=remote is not None)
+            found = candidates(folders, identity, lambda: "" if model is None else rounded_digest(model))
+            chosen = choose(found, str(source), label=build, dtype=wanted)
         assert chosen.build is not None
         if remote is not None:
             remote.payload(snapshot, chosen.build.payload.path)
-        chunk, facts = load_chunk(chosen.build.folder, exact=exact)
+        with nullcontext() if remote is None else remote.repairable():
+            chunk, facts = load_chunk(chosen.build, exact=exact)
         if chosen.reasons and identity is not None:
-            chunk = converted(chunk, identity)
+            chunk = converted(chunk, replace(identity, tokenizer=chunk.model.tokenizer))
         _report_trust(facts, tokenizer, str(source), control_tokens)
         return cls._of(chunk, facts.text)
 
@@ -146,15 +154,45 @@ class PublishedChunk(KVChunk):
         how = Upload(private, token, revision, create_pr, commit_message, license, fidelity, storage)
         return publish(self, self.text, repo_id, how)
 
+    def verify(
+        self, model: nn.Module, tokenizer: Any = None, *, num_tokens: int = 32, seed: int = 0
+    ) -> ChunkVerification:
+        """Compute sampled tokens again, with the stored cells before them, and compare: is this what its ids give?
+
+        Forged or damaged cells of sampled tokens show; those of other tokens need not. Nothing is changed.
+
+        Args:
+            model: the one that the chunk was compiled for, in evaluation mode.
+            tokenizer: compared with the producer's if given.
+            num_tokens: how many tokens at most; the first is always among them.
+            seed: of the sample.
+
+        Raises:
+            CompatibilityError: if another model computed the chunk.
+            UnsupportedModelError: if the self-test can't prove how the model's cells move.
+            SpanError: for ``num_tokens`` below 1, or beyond the model's positions.
+        """
+        return verify_chunk(model, self, num_tokens, seed, tokenizer=tokenizer)
+
     def control_tokens(self, tokenizer: Any = None) -> tuple[ControlToken, ...]:
-        """Tokens inside the chunk that control a model, by the given tokenizer or by what the chunk itself names."""
-        return control_tokens_in(self.token_ids, special_tokens(tokenizer) or dict(self.origin.special_ids))
+        """Tokens that control a model, of the chunk or of the prefix that it was compiled behind (negative slots): by
+        the given tokenizer, or by what the chunk itself names.
+        """
+        special = special_tokens(tokenizer) or dict(self.origin.special_ids)
+        return control_tokens_in(self.token_ids, self.provenance, special)
 
     @classmethod
     def _of(cls, chunk: KVChunk, text: str | None) -> Self:
         if not is_name(chunk.name):
             raise CompatibilityError(f"{cls.__name__}: expected a name of {NAME}, got {chunk.name!r:.80}.")
         return cls(**{field.name: getattr(chunk, field.name) for field in fields(KVChunk)}, text=text)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _dtype_name(dtype: torch.dtype | str | None, of_model: str | None) -> str | None:
@@ -170,12 +208,14 @@ def _dtype_name(dtype: torch.dtype | str | None, of_model: str | None) -> str | 
 
 
 def _report_trust(build: Build, tokenizer: Any, source: str, how: str) -> None:
-    found = control_tokens_in(build.token_ids, special_tokens(tokenizer) or dict(build.origin.special_ids))
+    special = special_tokens(tokenizer) or dict(build.origin.special_ids)
+    found = control_tokens_in(build.token_ids, build.provenance, special)
     if found and how != "allow":
         shown = ", ".join(f"{each.text!r} at {each.slot}" for each in found[:5])
+        behind = "; below 0 it was compiled behind them" if found[0].slot < 0 else ""
         message = (
-            f"{source}: holds {len(found)} control tokens ({shown}): whoever wrote it can speak as system, user or "
-            "assistant there. If that is meant, pass control_tokens='allow'."
+            f"{source}: holds {len(found)} control tokens ({shown}{behind}): whoever wrote it can speak as system, "
+            "user or assistant there. If that is meant, pass control_tokens='allow'."
         )
         if how == "refuse":
             raise CompatibilityError(message)

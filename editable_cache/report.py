@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from editable_cache.cache import LedgeredCache
+from editable_cache.cache.isolated import trained
 
 RECENT = 8
 
@@ -50,6 +51,8 @@ class CacheReport:
             positions = ledger.positions[0, segment.start : segment.stop]
             isolated = int((ledger.groups[0, segment.start : segment.stop] != 0).sum())
             freshness = [f"isolated: {isolated} of {len(segment)} never saw what precedes them"] if isolated else []
+            lost = int(trained(ledger)[0, segment.start : segment.stop].sum())
+            freshness += [f"trained: no token made {lost} of {len(segment)}"] if lost else []
             freshness += [f"stale: {cause}" for cause in ledger.causes(*segment.span)]
             segments.append(
                 (

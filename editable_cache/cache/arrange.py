@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from editable_cache.cache.axes import join_axes, renumbered
+from editable_cache.cache.isolated import isolation
 from editable_cache.cache.layer import EditableLayer
-from editable_cache.cache.ledger import TENSORS, Field, Isolated, Ledger, Segment, Stale
+from editable_cache.cache.ledger import TENSORS, Field, Ledger, Segment, Stale
 from editable_cache.cache.ledgered import LedgeredCache
 from editable_cache.cache.pieces import Keep, Paste, Piece, move_spans, total_length, untouched_prefix
 from editable_cache.chunk import KVChunk
@@ -116,15 +117,16 @@ def extend_with_chunk(
     if low and turns:
         _remember_pristine(cache, spec, states)
     ids = chunk.token_ids[None, first:stop].expand(batch, -1)
-    ledger = replace(cache.ledger, chunks=(*cache.ledger.chunks, _isolated(chunk)))
+    alone = isolation(chunk, first, stop, len(cache.ledger.chunks))
+    ledger = replace(cache.ledger, chunks=(*cache.ledger.chunks, *alone.chunks))
     cache.ledger = ledger.extended(
         ids,
         positions,
         torch.ones(ids.shape, dtype=torch.bool),
         segment,
         sources=source if low else positions,
-        group=len(ledger.chunks),
-        offset=first,
+        groups=alone.groups.expand(ids.shape),
+        offsets=alone.offsets.expand(ids.shape),
         axes=axes,
         images=chunk.image_numbers[None, first:stop].expand(batch, -1),
         digests=[image.digest for image in chunk.images],
@@ -134,10 +136,6 @@ def extend_with_chunk(
 def _axes_of(chunk: KVChunk, batch: int) -> Tensor:
     axes = chunk.position_ids.new_zeros((len(chunk), 0)) if chunk.axes is None else chunk.axes
     return axes[None].expand(batch, -1, -1)
-
-
-def _isolated(chunk: KVChunk) -> Isolated:
-    return Isolated(tuple(chunk.token_ids.tolist()), chunk.provenance.prefix_ids)
 
 
 def _device(cache: LedgeredCache, states: Sequence[Mapping[str, Tensor]]) -> torch.device:
@@ -267,9 +265,6 @@ def _arranged_ledger(ledger: Ledger, placed: Sequence[Placed], positions: Tensor
         else:
             ids = piece.chunk.token_ids[None] if isinstance(piece, Paste) else piece.token_ids
             ids = ids.expand(ledger.batch, -1)
-            if isinstance(piece, Paste):
-                chunks.append(_isolated(piece.chunk))
-            pasted = isinstance(piece, Paste)
             source = (
                 piece.chunk.position_ids[None].expand(ids.shape) if isinstance(piece, Paste) else positions[:, where]
             )
@@ -277,12 +272,15 @@ def _arranged_ledger(ledger: Ledger, placed: Sequence[Placed], positions: Tensor
                 "ids": ids,
                 "sources": source,
                 "valid": torch.ones(ids.shape, dtype=torch.bool),
-                "groups": torch.full(ids.shape, len(chunks) if pasted else 0),
-                "offsets": torch.arange(ids.shape[1]).expand(ids.shape) * pasted,
+                "groups": torch.zeros_like(ids),
+                "offsets": torch.zeros_like(ids),
                 "axes": ids.new_zeros((*ids.shape, 0)),
                 "images": torch.zeros_like(ids),
             }
             if isinstance(piece, Paste):
+                alone = isolation(piece.chunk, 0, len(piece), len(chunks))
+                chunks += alone.chunks
+                new["groups"], new["offsets"] = alone.groups.expand(ids.shape), alone.offsets.expand(ids.shape)
                 new["axes"] = _axes_of(piece.chunk, ledger.batch)
                 new["images"] = renumbered(piece.chunk.image_numbers, len(digests)).expand(ids.shape)
                 digests += [image.digest for image in piece.chunk.images]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from editable_cache.adapters import host
+from editable_cache.cache.isolated import trained
 from editable_cache.cache.ledger import UNKNOWN, Ledger
 from editable_cache.cache.sight import Opening, Sight, look
 from editable_cache.errors import LedgerError
@@ -60,6 +61,12 @@ def check_prompt(ledger: Ledger, ids: Tensor, mask: Tensor | None) -> Prompt:
         raise LedgerError(
             f"generate: the mask has {mask.shape[-1]} columns; expected {count} (the prompt) or {length + count} "
             "(cache and new tokens). Use cache.inputs(text_or_ids), which makes both."
+        )
+    if 0 < count <= length and bool(trained(ledger)[:, count - 1].any()):
+        raise LedgerError(
+            f"generate: the prompt ends at slot {count - 1}, at a trained cell, which no token made and none can make "
+            f"again; expected at least one token behind the {length} slots of the cache, or a prompt that ends at a "
+            "token."
         )
     covered = min(length, count)
     difference = first_difference(ledger, ids, covered)

@@ -257,8 +257,8 @@ class Ledger:
         segment: Segment,
         *,
         sources: Tensor | None = None,
-        group: int = 0,
-        offset: int = 0,
+        groups: Tensor | None = None,
+        offsets: Tensor | None = None,
         axes: Tensor | None = None,
         images: Tensor | None = None,
         digests: Sequence[str] = (),
@@ -269,8 +269,7 @@ class Ledger:
         otherwise it becomes a new one.
 
         Args:
-            group, offset: for cells of an isolated chunk, its number and the index of the first token in it.
-            axes: as recorded; zeros by default.
+            groups, offsets, axes: as recorded; zeros by default.
             images, digests: for tokens that stand for an image, its number in ``digests``; none by default.
         """
         start, count = len(self), ids.shape[1]
@@ -293,8 +292,8 @@ class Ledger:
             sources=torch.cat((self.sources, positions if sources is None else sources), dim=1),
             valid=torch.cat((self.valid, valid), dim=1),
             open_gap=0 if count else self.open_gap,
-            groups=torch.cat((self.groups, torch.full_like(ids, group)), dim=1),
-            offsets=torch.cat((self.offsets, ((torch.arange(count) + offset) * bool(group)).expand(ids.shape)), dim=1),
+            groups=torch.cat((self.groups, torch.zeros_like(ids) if groups is None else groups), dim=1),
+            offsets=torch.cat((self.offsets, torch.zeros_like(ids) if offsets is None else offsets), dim=1),
             segments=segments,
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from editable_cache.chunk.compressed import Compressed
-from editable_cache.chunk.provenance import ImageSpan, Provenance
+from editable_cache.chunk.provenance import ImageSpan, Part, Provenance
 from editable_cache.chunk.recurrence import Recurrence
 from editable_cache.errors import SpanError
 from editable_cache.spec import LayerSpec, ModelIdentity, Origin
@@ -118,6 +118,17 @@ class KVChunk:
         return int((self.steps + self.axes.amax(dim=-1).clamp_min(0)).max()) + 1
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """The chunks that were merged into this one, or the one that it is; each with every note about it.
+
+        Cells of one part have seen nothing of the others.
+        """
+        whole = self.provenance
+        if not whole.parts:
+            return (Part(0, len(self), whole.prefix_ids, self.name, whole.note),)
+        return tuple(replace(part, note="; ".join(filter(None, (part.note, whole.note)))) for part in whole.parts)
+
+    @property
     def image_numbers(self) -> Tensor:
         """int64 ``[seq_len]``: for tokens that stand for an image, its number in ``images`` from 1 on; else 0."""
         numbers = torch.zeros(len(self), dtype=torch.int64)
@@ -190,7 +201,7 @@ class KVChunk:
             for part in whole.parts
             if part.start < stop and part.stop > start
         )
-        return replace(whole, parts=parts)
+        return replace(whole, how="merged" if parts else "extracted", parts=parts)
 
     def renamed(self, name: str | None) -> KVChunk:
         """The same chunk under another name; shares storage."""

@@ -30,8 +30,9 @@ class Provenance:
     Attributes:
         how: ``"precompiled"`` (alone, or after ``prefix_ids`` only), ``"extracted"`` (cut out of a longer context),
             ``"merged"`` (chunks put side by side, see ``parts``) or ``"trained"`` (no forward of tokens made it).
-        prefix_ids: every id that stood before the chunk, in order; empty when it was compiled alone. A chunk that saw
-            something carries it with it: it is another chunk than the same ids compiled alone.
+        prefix_ids: every id that stood before the chunk, in order, -1 for a cell that no token made; empty when it was
+            compiled alone. A chunk that saw something carries it with it: it is another chunk than the same ids
+            compiled alone.
         note: what was done to its context before an extraction, or to its cells afterwards, for people.
         parts: of a merged chunk, ascending and without gaps; else empty.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from editable_cache.adapters import identify, measured, model_spec, weights_state
-from editable_cache.cache import Ledger, LedgeredCache, Segment
+from editable_cache.cache import UNKNOWN, Ledger, LedgeredCache, Segment
 from editable_cache.cache.arrange import (
     Placed,
     arranged_fields,
@@ -26,6 +26,7 @@ from editable_cache.forward import run
 from editable_cache.forward.append import new_name
 from editable_cache.forward.checks import check_text
 from editable_cache.forward.compressed import splice_compressed
+from editable_cache.forward.fits import check_fits
 from editable_cache.forward.move import check_blocks, check_reach, check_slots, move, require_moves
 from editable_cache.forward.outcome import Outcome, Tally, operating
 from editable_cache.forward.recurrent import splice_recurrent
@@ -52,6 +53,7 @@ def splice(
     state = weights_state(model)
     require_compatible(identify(model, tokenizer, state=state), chunk, "splice")
     spec = model_spec(model, state=state)
+    check_fits(cache, model, spec, chunk, "splice")
     with operating(cache, "splice", state=state) as tally:
         if at in (None, len(cache.ledger)):
             tally.computed += run.feed_unfed(cache)
@@ -66,7 +68,9 @@ def splice(
         slot = length if at is None else at
         label = new_name(cache.ledger, name or chunk.name, "spliced")
         segment = Segment(label, 0, 0, "spliced", note=str(chunk.provenance))
-        seam = min(seam_tokens, len(chunk), *(image.start for image in chunk.images))
+        seam = _seam(chunk, seam_tokens)
+        if seam < min(seam_tokens, len(chunk)) and int(chunk.token_ids[seam]) == UNKNOWN:
+            tally.notes.append(f"seam of {seam} tokens: no token made the cells behind it")
         if not len(chunk):
             tally.notes.append("empty chunk: nothing to splice")
         elif slot == length:
@@ -95,13 +99,21 @@ def splice(
             run.require_masks(cache, "splice in the middle")
             insert_piece(cache, tally, slot, Placed(Paste(chunk), segment), f"insertion of {segment.name!r}")
             run.recompute_slots(cache, torch.arange(slot, slot + seam))
-        if chunk.provenance.note and seam < len(chunk):  # a mixture: no forward of these ids would give such cells
-            cache.ledger = cache.ledger.mixed(slot + seam, slot + len(chunk), chunk.provenance.note)
+        for part in chunk.parts:
+            low, known = max(part.start, seam), chunk.token_ids[part.start : part.stop] != UNKNOWN
+            if part.note and low < part.stop and bool(known.any()):  # no forward of these ids would give such cells
+                cache.ledger = cache.ledger.mixed(slot + low, slot + part.stop, part.note)
         tally.segment = segment.name
         tally.computed += seam
         tally.moved += len(chunk) - seam
         tally.pasted += len(chunk) - seam
     return tally.done()
+
+
+def _seam(chunk: KVChunk, wanted: int) -> int:
+    """How many tokens at a chunk's start can be computed again: up to the first image or trained cell."""
+    lost: list[int] = (chunk.token_ids == UNKNOWN).nonzero()[:1, 0].tolist()
+    return min(wanted, len(chunk), *lost, *(image.start for image in chunk.images))
 
 
 def _check_recurrence(chunk: KVChunk, seam_tokens: int) -> None:

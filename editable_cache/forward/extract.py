@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 
 from editable_cache.adapters import made_by, measured
 from editable_cache.cache import UNKNOWN, Ledger, LedgeredCache
-from editable_cache.chunk import ImageSpan, KVChunk, Provenance
+from editable_cache.chunk import ImageSpan, KVChunk, Part, Provenance
 from editable_cache.errors import LedgerError, SpanError
 from editable_cache.forward import run
 from editable_cache.forward.move import check_reach
@@ -29,16 +30,18 @@ def extract(cache: LedgeredCache, tokenizer: Any, where: Where, *, name: str | N
     ids = ledger.ids[0, start:stop]
     if bool((ids == UNKNOWN).any()):
         raise LedgerError(
-            f"extract: the ids of slots [{start}, {stop}) are unknown; only tokens that the cache saw can be cut out."
+            f"extract: the ids of slots [{start}, {stop}) are unknown: no token made these cells (a trained "
+            "prefix), or the cache never saw it; only tokens that it saw can be cut out."
         )
     check_reach(measured(model), ledger.positions, "extract")  # all keys are turned as the last one asks for
     causes = ledger.causes(start, stop)
     seen = tuple(ledger.ids[0, :start].tolist())
     isolated = bool((ledger.groups[0, start:stop] != 0).any())
-    whole = _isolated_prefix(ledger, start, stop)
-    if whole is not None:  # a piece of one isolated chunk has seen what that chunk had seen, and nothing else
-        seen, causes, isolated = whole, (), False
-    gaps = not torch.equal(ledger.positions[0, :stop], torch.arange(stop)) and whole is None and bool(seen)
+    parts = _isolated_parts(ledger, start, stop)
+    if parts:  # pieces of isolated chunks have seen what those chunks had seen, and nothing else
+        seen, causes, isolated = (parts[0].prefix_ids if len(parts) == 1 else ()), (), False
+    before = [*seen, *(each for part in parts for each in part.prefix_ids)]
+    gaps = not torch.equal(ledger.positions[0, :stop], torch.arange(stop)) and not parts and bool(seen)
     note = "; ".join(
         [
             *(f"stale: {cause}" for cause in causes),
@@ -46,6 +49,9 @@ def extract(cache: LedgeredCache, tokenizer: Any, where: Where, *, name: str | N
             *(["computed at positions with gaps or out of order"] if gaps else []),
         ]
     )
+    provenance = Provenance("extracted" if seen or note else "precompiled", seen, note)
+    if len(parts) > 1:
+        provenance = Provenance("merged", parts=tuple(parts))
     return KVChunk(
         layers=tuple(
             {name: tensor[..., start:stop, :].detach().clone() for name, tensor in layer.view().items()}
@@ -55,8 +61,8 @@ def extract(cache: LedgeredCache, tokenizer: Any, where: Where, *, name: str | N
         axes=ledger.axes[0, start:stop].clone() if bool(ledger.axes[0, start:stop].any()) else None,
         images=image_spans(ledger, start, stop),
         position_ids=ledger.positions[0, start:stop].clone(),
-        **made_by(model, tokenizer, torch.cat((torch.tensor(seen, dtype=torch.int64), ids))),
-        provenance=Provenance("extracted" if seen or note else "precompiled", seen, note),
+        **made_by(model, tokenizer, torch.cat((torch.tensor(before, dtype=torch.int64), ids))),
+        provenance=provenance,
         name=name,
     )
 
@@ -71,12 +77,15 @@ def image_spans(ledger: Ledger, start: int, stop: int, row: int = 0) -> tuple[Im
     return tuple(sorted(spans, key=lambda span: span.start))
 
 
-def _isolated_prefix(ledger: Ledger, start: int, stop: int) -> tuple[int, ...] | None:
-    """What the cells of a span had seen if all belong to one isolated chunk, in order; else None."""
+def _isolated_parts(ledger: Ledger, start: int, stop: int) -> list[Part]:
+    """The pieces of isolated chunks that a span is made of, each in its order; none if other cells are among them."""
     groups, offsets = ledger.groups[0, start:stop], ledger.offsets[0, start:stop]
-    first = int(offsets[0])
-    in_order = torch.equal(offsets, torch.arange(first, first + stop - start))
-    if not int(groups[0]) or bool((groups != groups[0]).any()) or not in_order:
-        return None
-    chunk = ledger.chunks[int(groups[0]) - 1]
-    return (*chunk.prefix_ids, *chunk.ids[:first])
+    if not bool((groups > 0).all()):
+        return []
+    breaks = (groups.diff() != 0) | (offsets.diff() != 1)
+    borders = [0, *(breaks.nonzero()[:, 0] + 1).tolist(), stop - start]
+    parts = []
+    for low, high in itertools.pairwise(borders):
+        chunk = ledger.chunks[int(groups[low]) - 1]
+        parts.append(Part(low, high, (*chunk.prefix_ids, *chunk.ids[: int(offsets[low])])))
+    return parts

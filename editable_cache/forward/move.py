@@ -76,21 +76,33 @@ def check_slots(spec: ModelSpec, ledger: Ledger, operation: str) -> None:
 
 def check_blocks(spec: ModelSpec, ledger: Ledger, chunk: KVChunk, slot: int, operation: str) -> None:
     """Refuse a slot where blocks of chunked attention, which begin behind the padding of each row, would cut a chunk
-    otherwise than where it was compiled.
+    (each part of a merged one) otherwise than where it was compiled.
 
     Raises:
         SpanError: with the next slot that fits.
     """
-    home, count = len(chunk.provenance.prefix_ids), len(chunk)
     starts = sorted({slot - padding for padding in left_padding(ledger.valid).tolist()})
     for size, slot in itertools.product(spec.chunk_sizes, starts):
-        wanted = [i for i in range(1, count) if (home + i) % size == 0]
-        if wanted != [i for i in range(1, count) if (slot + i) % size == 0]:
-            fits = next(
-                s for s in range(slot, slot + size + 1) if wanted == [i for i in range(1, count) if (s + i) % size == 0]
+        wanted = _cuts(chunk, size, [len(part.prefix_ids) for part in chunk.parts])
+        if wanted == _cuts(chunk, size, [slot + part.start for part in chunk.parts]):
+            continue
+        others = range(slot + 1, slot + size)
+        fits = next((s for s in others if wanted == _cuts(chunk, size, [s + p.start for p in chunk.parts])), None)
+        advice = "Splice its parts one by one, or append the text instead."
+        if fits is not None:
+            advice = (
+                f"The next slot that fits is {fits}: put {fits - slot} tokens in front, or append the text instead."
             )
-            raise SpanError(
-                f"{operation}: this model attends in blocks of {size} slots, and at slot {slot} a border would cut the "
-                f"chunk where it was not cut when it was compiled. The next slot that fits is {fits}: put "
-                f"{fits - slot} tokens in front, or append the text instead."
-            )
+        raise SpanError(
+            f"{operation}: this model attends in blocks of {size} slots, and at slot {slot} a border would cut the "
+            f"chunk where it was not cut when it was compiled. {advice}"
+        )
+
+
+def _cuts(chunk: KVChunk, size: int, starts: Sequence[int]) -> list[int]:
+    """Tokens of a chunk in front of which a block of ``size`` slots begins, where its parts begin at ``starts``."""
+    return [
+        i
+        for part, start in zip(chunk.parts, starts, strict=True)
+        for i in range(part.start + 1 + (-start - 1) % size, part.stop, size)
+    ]

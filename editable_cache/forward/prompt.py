@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from editable_cache.adapters import host
-from editable_cache.cache import LedgeredCache
+from editable_cache.cache import UNKNOWN, LedgeredCache
+from editable_cache.cache.isolated import trained
 from editable_cache.errors import LedgerError
 from editable_cache.forward import checks, run
 from editable_cache.forward.append import encode_rows
@@ -21,7 +22,8 @@ def inputs(cache: LedgeredCache, tokenizer: Any, content: TextOrIds | Sequence[s
     cache.require_idle("inputs")
     cache.adopt()
     ledger, first = cache.ledger, not len(cache.ledger)
-    if not ledger.ids_known:
+    made = ~trained(ledger)
+    if bool(((ledger.ids == UNKNOWN) & ledger.valid & made).any()):
         raise LedgerError(
             "inputs: some ids in the cache are unknown (tokens that the watched model did not see); pass input_ids of "
             "the new tokens and an attention_mask over cache and new tokens to generate yourself."
@@ -41,9 +43,34 @@ def inputs(cache: LedgeredCache, tokenizer: Any, content: TextOrIds | Sequence[s
         checks.check_padding(cache, valid, "inputs")
     if not first:
         unfed = ledger.ids[:, :0] if cache.unfed is None else cache.unfed
-        held = torch.cat((ledger.ids.masked_fill(~ledger.valid, 0), unfed), dim=1)
+        known = ledger.ids.masked_fill(~ledger.valid, 0)
+        if not bool(made.all()):
+            known = torch.where(made, known, _filler(cache, tokenizer))
+        held = torch.cat((known, unfed), dim=1)
         seen = torch.cat((ledger.valid, torch.ones(unfed.shape, dtype=torch.bool)), dim=1)
         ids = torch.cat((held.expand(rows, -1), ids.expand(rows, -1)), dim=1)
         valid = torch.cat((seen.expand(rows, -1), valid.expand(rows, -1)), dim=1)
     device = host.device_of(cache.model) if cache.model is not None else ids.device
     return {"input_ids": ids.to(device), "attention_mask": valid.long().to(device)}
+
+
+def _filler(cache: LedgeredCache, tokenizer: Any) -> int:
+    """An id for slots of cells that no token made: nobody embeds it, but what counts the ids of a prompt sees it.
+
+    A token that is hardly ever generated is best: one to pad with, or to begin with, but none that ends a text, which a
+    repetition penalty would then put off.
+    """
+    model = cache.model
+    if model is None:
+        return 0
+    sources = (tokenizer, getattr(model, "generation_config", None), host.text_config(model.config))
+    known = [source for source in sources if source is not None]
+    ends = {idx for source in known for idx in _ids(getattr(source, "eos_token_id", None))}
+    names = ("pad_token_id", "bos_token_id")
+    wanted = [idx for name in names for source in known for idx in _ids(getattr(source, name, None))]
+    shown = {*ends, *host.image_ids(model)}
+    return next((idx for idx in wanted if 0 <= idx < host.num_embeddings(model) and idx not in shown), 0)
+
+
+def _ids(value: Any) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)

@@ -343,7 +343,7 @@ def _require_ids(cache: LedgeredCache, slots: Tensor) -> None:
     unknown = ((cache.ledger.ids[:, slots] == UNKNOWN) & cache.ledger.valid[:, slots]).any(dim=0)
     if bool(unknown.any()):
         raise LedgerError(
-            f"The ids at slots {slots[unknown][:5].tolist()} are unknown: these tokens reached the cache without "
-            "passing the watched model's forward (an inner module, embeddings instead of ids, layers filled by "
-            "hand). They can't be run again."
+            f"The ids at slots {slots[unknown][:5].tolist()} are unknown: no token made these cells (a trained "
+            "prefix), or it reached the cache without passing the watched model's forward (an inner module, "
+            "embeddings instead of ids, layers filled by hand). They can't be run again; choose other cells."
         )

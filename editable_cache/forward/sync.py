@@ -11,6 +11,7 @@ from torch import Tensor
 
 from editable_cache.cache import Ledger, LedgeredCache, Segment
 from editable_cache.cache.arrange import Placed
+from editable_cache.cache.isolated import trained
 from editable_cache.cache.lengths import shortened
 from editable_cache.cache.pieces import Blank, Keep, move_spans
 from editable_cache.errors import LedgerError, SpanError
@@ -89,6 +90,11 @@ def sync(
         raise LedgerError(
             "sync: this cache holds images, and ids can't say whether the new sequence means the same ones. Pass the "
             "prompt with its images to generate, which compares them, or edit the cache by remove, insert and splice."
+        )
+    if bool(trained(cache.ledger).any()):
+        raise LedgerError(
+            "sync: this cache holds trained cells, which no token made, and ids can't say whether the new sequence "
+            "means them; it would drop them. Remove what follows them, and append the new text."
         )
     moves = approximate and not cache.state_layers  # a recurrent state can't move: the exact plan costs the same
     plan = approximate_plan(cache.ledger, ids) if moves else exact_plan(cache.ledger, ids)

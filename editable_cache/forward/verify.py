@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from editable_cache.adapters import host, measured
-from editable_cache.cache import LedgeredCache
+from editable_cache.cache import UNKNOWN, LedgeredCache
 from editable_cache.cache.ledger import Isolated
 from editable_cache.cache.stored import StoredCache
 from editable_cache.cache.twins import editable_twin
@@ -93,9 +93,11 @@ def verify(cache: LedgeredCache, tolerance: float | None = None) -> Verification
     ledger = cache.ledger
     if not len(ledger):
         raise SpanError("verify: expected at least one token in the cache, got none.")
-    if not ledger.ids_known:
+    chunks = [ledger.chunks[group - 1] for group in ledger.groups.unique().tolist() if group]
+    if not ledger.ids_known or any(UNKNOWN in (*chunk.prefix_ids, *chunk.ids) for chunk in chunks):
         raise LedgerError(
-            "verify: some ids are unknown (tokens that the watched model did not see), so no oracle can be run."
+            "verify: some ids are unknown (cells that no token made, as in a trained prefix, or tokens that the "
+            "watched model did not see), so no oracle can be run."
         )
     if bool(ledger.images.any()):
         raise LedgerError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from editable_cache.chunk import ImageSpan, KVChunk, Provenance
 from editable_cache.hub.facts import (
+    UNKNOWN,
     identity_facts,
     layout_facts,
     origin_facts,
@@ -23,15 +25,17 @@ from editable_cache.hub.facts import (
 )
 from editable_cache.hub.folder import open_manifest
 from editable_cache.hub.payload import Payload
-from editable_cache.hub.schema import MOST_ENTRIES, MOST_TOKENS, Section, read_name
-from editable_cache.hub.storage import STORAGES, TensorFacts
+from editable_cache.hub.schema import MOST_ENTRIES, MOST_NAME, MOST_NUMBER, WORD, Section, is_printable, read_name
+from editable_cache.hub.storage import COMPUTED, STORAGES, TensorFacts
 from editable_cache.ops.quantize import Storage
 from editable_cache.spec import LayerSpec, ModelIdentity, Origin
 
 KIND = "editable_cache.chunk"
 MOST_TEXT = 16 * 2**20
+MOST_AXES = 15
 FORMS = ("diagonal", "matrix", "replace")
-UNKNOWN = -1
+INDEX = re.compile(r"0|[1-9][0-9]{0,4}", re.ASCII)
+"""A number in a key, written in one way only."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,10 +127,10 @@ def open_build(folder: str | Path) -> Build:
     build = Build(
         folder=Path(folder),
         name=read_name(facts),
-        text=facts.optional_text("text", most=MOST_TEXT),
+        text=facts.optional_text("text", most=MOST_TEXT, printable=False),
         token_ids=token_ids,
         position_ids=position_ids,
-        axes=_axes(facts, length),
+        axes=_axes(facts, position_ids),
         images=_images(facts, length),
         model=read_identity(facts.section("model")),
         provenance=read_provenance(facts.section("provenance"), length),
@@ -141,6 +145,8 @@ def open_build(folder: str | Path) -> Build:
     )
     wanted = (0, len(build.layers)) if build.layers else (len(build.layout),)
     facts.require(len(build.layout) in wanted, "layout", f"{len(build.layers)} holders", len(build.layout))
+    for idx, (holder, states) in enumerate(zip(build.layout, build.layers, strict=False)):
+        facts.require(_turns(holder, states), f"layout of holder {idx}", f"that of {list(states)}", holder)
     facts.done()
     return build
 
@@ -150,31 +156,47 @@ def _layers(facts: Section, length: int) -> tuple[TensorFacts, ...]:
     for holder in facts.sections("layers"):
         tensors = {}
         for name in holder.keys():  # noqa: SIM118
+            holder.require(WORD.fullmatch(name) is not None, "tensor", "the name of one", name)
             tensor = holder.section(name)
-            shape = tensor.integers("shape", 0, most=4)
-            fits = len(shape) == 4 and shape[0] == 1 and shape[2] == length and "." not in name
-            tensor.require(fits, "shape", f"[1, num_heads, {length}, head_dim] and a name without a dot", shape)
-            tensors[name] = (tensor.text("dtype", most=20), tuple(shape))
+            dtype, shape = tensor.choice("dtype", tuple(COMPUTED)), tensor.integers("shape", 0, most=4)
+            fits = len(shape) == 4 and shape[0] == 1 and shape[2] == length
+            tensor.require(fits, "shape", f"[1, num_heads, {length}, head_dim]", shape)
             tensor.done()
+            tensors[name] = (str(dtype), tuple(shape))
         layers.append(tensors)
     return tuple(layers)
 
 
-def _axes(facts: Section, length: int) -> Tensor | None:
-    rows = facts.take("axes")
+def _turns(holder: LayerSpec, states: TensorFacts) -> bool:
+    """Whether the layout of a holder speaks of its tensors, and turns channels that they have."""
+    facts = {tensor.name: tensor for tensor in holder.tensors}
+    if not states:
+        return True
+    return facts.keys() == states.keys() and all(
+        tensor.counter == (states[name][0] == "int64")
+        and (tensor.rotary is None or (not tensor.counter and tensor.rotary.stop <= states[name][1][-1]))
+        for name, tensor in facts.items()
+    )
+
+
+def _axes(facts: Section, position_ids: Tensor) -> Tensor | None:
+    rows, length = facts.take("axes"), len(position_ids)
     if rows is None:
         return None
-    fine = isinstance(rows, list) and len(rows) == length <= MOST_TOKENS
-    fine = fine and all(isinstance(row, list) and len(row) == len(rows[0]) <= 16 for row in rows)
-    fine = fine and all(type(value) is int and abs(value) < 2**62 for row in rows for value in row)
-    facts.require(fine, "axes", f"null, or {length} rows of integers", rows)
-    return torch.tensor(rows, dtype=torch.int64)
+    fine = isinstance(rows, list) and len(rows) == length > 0
+    fine = fine and all(isinstance(row, list) and 0 < len(row) == len(rows[0]) <= MOST_AXES for row in rows)
+    fine = fine and all(type(value) is int and abs(value) < MOST_NUMBER for row in rows for value in row)
+    facts.require(bool(fine), "axes", f"null, or for {length} tokens 1 to {MOST_AXES} integers each", rows)
+    axes = torch.tensor(rows, dtype=torch.int64)
+    facts.require(bool((axes + position_ids[:, None] >= 0).all()), "axes", "positions >= 0 on all axes", rows)
+    return axes
 
 
 def _images(facts: Section, length: int) -> tuple[ImageSpan, ...]:
     spans, end = [], 0
     for span in facts.items("images"):
-        fine = isinstance(span, list) and [type(value) for value in span] == [int, int, str] and len(span[2]) < 200
+        fine = isinstance(span, list) and [type(value) for value in span] == [int, int, str]
+        fine = fine and len(span[2]) <= MOST_NAME and is_printable(span[2])
         facts.require(fine and end <= span[0] < span[1] <= length, "images", "ascending [start, stop, digest]", span)
         spans.append(ImageSpan(*span))
         end = span[1]
@@ -189,7 +211,7 @@ def _recurrence(facts: Section | None, length: int) -> tuple[tuple[int, int] | N
     forms = {}
     for key in named.keys():  # noqa: SIM118
         indices = key.split(".")
-        known = len(indices) == 2 and all(i.isascii() and i.isdecimal() and len(i) < 6 for i in indices)
+        known = len(indices) == 2 and all(INDEX.fullmatch(index) for index in indices)
         named.require(known, "key", "'<layer>.<state>'", key)
         forms[int(indices[0]), int(indices[1])] = str(named.choice(key, FORMS))
     facts.done()
@@ -201,5 +223,6 @@ def _compressed(facts: Section) -> tuple[int, ...]:
     if layers is None:
         return ()
     fine = isinstance(layers, list) and all(type(layer) is int and 0 <= layer < MOST_ENTRIES for layer in layers)
-    facts.require(bool(fine and layers), "compressed", "null, or a list of layers", layers)
+    fine = fine and 0 < len(layers) <= MOST_ENTRIES and layers == sorted(set(layers))
+    facts.require(bool(fine), "compressed", "null, or an ascending list of layers", layers)
     return tuple(layers)

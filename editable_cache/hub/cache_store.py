@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from editable_cache.adapters import identify
+from editable_cache.adapters import host, identify, measured
+from editable_cache.adapters.held import Shape, cell_shapes, entry_shapes, state_shapes
 from editable_cache.adapters.leaves import tensors_of
-from editable_cache.cache import Field, Ledger, LedgeredCache, Segment, Stale
+from editable_cache.cache import Ledger, LedgeredCache
 from editable_cache.cache.kept_layers import KeptLayer, KeptValue
-from editable_cache.cache.ledger import TENSORS, Erratum, Isolated
 from editable_cache.cache.state_layers import KeepsState, StateLayer, StateValue
 from editable_cache.cache.stored import States
-from editable_cache.errors import ArtifactError, CompatibilityError, LedgerError
+from editable_cache.errors import CompatibilityError, LedgerError
 from editable_cache.hub.facts import identity_facts, read_identity
 from editable_cache.hub.folder import read_folder, write_folder
-from editable_cache.hub.manifest import MANIFEST
+from editable_cache.hub.ledger_facts import ledger_facts, ledger_tensors, read_ledger
+from editable_cache.hub.schema import MOST_NUMBER, Section
 from editable_cache.spec import compare
 
 KIND = "editable_cache.cache"
-STATES = ("states.", "mark.")
-KEYS = ("segments", "fields", "stale", "chunks", "open_gap", "digests", "unfed", "mark")
 
 
 def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None:
@@ -40,8 +39,7 @@ def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
         )
     cache.require_editable("save_pretrained")
     cache.require_same_weights("save_pretrained")
-    # cloned: positions and sources may be one tensor, which safetensors refuses
-    tensors = {f"ledger.{name}": getattr(cache.ledger, name).clone() for name in TENSORS}
+    tensors = ledger_tensors(cache.ledger)
     for layer_idx, layer in enumerate(cache.editable_layers):
         tensors |= {f"layers.{layer_idx}.{name}": tensor for name, tensor in layer.view().items()}
         tensors |= {f"pristine.{layer_idx}.{name}": tensor for name, tensor in layer.pristine.items()}
@@ -49,17 +47,11 @@ def save_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
     mark = max((slot for slot in cache.marks if slot < len(cache.ledger)), default=0)
     if mark:  # without it the last token could not run again
         tensors |= _state_tensors("mark", cache.marks[mark])
-    ledger = cache.ledger
     manifest = {
         "kind": KIND,
         "version": 1,
         "model": identity_facts(identify(cache.model, tokenizer)),
-        "segments": [asdict(segment) for segment in ledger.segments],
-        "fields": [asdict(field) for field in ledger.fields],
-        "stale": [asdict(span) for span in ledger.stale],
-        "chunks": [asdict(chunk) for chunk in ledger.chunks],
-        "open_gap": ledger.open_gap,
-        "digests": list(ledger.digests),
+        **ledger_facts(cache.ledger),
         "unfed": None if cache.unfed is None else cache.unfed.tolist(),
         "mark": mark,
     }
@@ -74,78 +66,90 @@ def load_cache(cache: LedgeredCache, tokenizer: Any, folder: str | Path) -> None
         CompatibilityError: if another model wrote it.
     """
     tensors, facts = read_folder(folder, KIND)
-    reasons = compare(identify(cache.model, tokenizer), read_identity(facts.section("model")))  # type: ignore[arg-type]
+    model = cache.model
+    assert model is not None
+    reasons = compare(identify(model, tokenizer), read_identity(facts.section("model")))
     if reasons:
         raise CompatibilityError(f"{folder}: these cells were computed by another model. What differs:", reasons)
-    manifest = {key: facts.take(key) for key in KEYS}
+    ledger = read_ledger(facts, tensors)
+    unfed, mark = _unfed(facts, ledger.batch), facts.integer("mark", 0, max(len(ledger) - 1, 0))
     facts.done()
-    try:
-        open_gap = manifest["open_gap"]
-        fits = type(open_gap) is int and 0 <= open_gap < 2**62
-        require(fits, folder, "open_gap", "an integer >= 0", open_gap)
-        ledger = replace(
-            Ledger.empty(),
-            **{name: tensors[f"ledger.{name}"] for name in TENSORS},
-            open_gap=open_gap,
-            segments=tuple(
-                Segment(**{**s, "template": tuple(map(tuple, s["template"]))}) for s in manifest["segments"]
-            ),
-            fields=tuple(_field(values) for values in manifest["fields"]),
-            stale=tuple(Stale(**values) for values in manifest["stale"]),
-            chunks=tuple(Isolated(tuple(c["ids"]), tuple(c["prefix_ids"])) for c in manifest["chunks"]),
-            digests=tuple(str(digest) for digest in manifest["digests"]),
-        )
-        shapes = {getattr(ledger, name).shape[:2] for name in TENSORS}
-        require(
-            len(shapes) == 1 and ledger.ids.dim() == 2 and ledger.axes.dim() == 3,
-            folder,
-            "ledger",
-            "tensors of one shape [batch, length]",
-            shapes,
-        )
-        _check_spans(ledger, folder)
-        unfed = None if manifest["unfed"] is None else torch.tensor(manifest["unfed"], dtype=torch.int64)
-        shape = (ledger.batch,) if unfed is None else tuple(unfed.shape)
-        require(shape[0] == ledger.batch and len(shape) <= 2, folder, "unfed", f"{ledger.batch} rows of ids", shape)
-        for layer_idx, layer in enumerate(cache.editable_layers):
-            states = _named(tensors, f"layers.{layer_idx}.")
-            if len(ledger) and states:
-                for name, tensor in states.items():
-                    fits = tensor.dim() == 4 and tensor.shape[0] == ledger.batch and tensor.shape[-2] == len(ledger)
-                    require(
-                        fits,
-                        folder,
-                        f"layers.{layer_idx}.{name}",
-                        f"[{ledger.batch}, heads, {len(ledger)}, head_dim]",
-                        tensor.shape,
-                    )
-                layer.append({name: tensor.to(cache.model.device) for name, tensor in states.items()})  # type: ignore[arg-type,union-attr]
-            layer.pristine = {key: t.clone() for key, t in _named(tensors, f"pristine.{layer_idx}.").items()}
-        held = any(layer.is_initialized for layer in cache.editable_layers) or cache.state_layers
-        require(bool(held) or not len(ledger), folder, "layers", f"cells of {len(ledger)} tokens", "none")
-        mark = manifest["mark"]
-        fits = type(mark) is int and 0 <= mark <= max(len(ledger) - 1, 0)
-        require(fits, folder, "mark", f"a slot below {len(ledger)}", mark)
-        tensors |= {name: tensors[name].to(cache.model.device) for name in tensors if name.startswith(STATES)}  # type: ignore[arg-type,union-attr]
-        if mark:
-            _load_states(cache.state_layers, tensors, "mark", ledger, folder, mark)
-            cache.mark(mark)
-        _load_states(cache.state_layers, tensors, "states", ledger, folder, len(ledger))
-        cache.mark(len(ledger))
-    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ArtifactError(f"{folder}: the manifest does not fit the format: {error!r}.") from error
+    _check_ids(model, ledger, unfed, facts)
+    shapes = cell_shapes(model)
+    for layer_idx, layer in enumerate(cache.editable_layers):
+        cells = _cells(tensors, f"layers.{layer_idx}", shapes[layer_idx], ledger, facts)
+        if cells:
+            layer.append({name: tensor.to(host.device_of(model)) for name, tensor in cells.items()})
+        layer.pristine = _pristine(tensors, f"pristine.{layer_idx}", cells, facts)
+    if mark:
+        _load_states(cache, tensors, "mark", ledger.batch, mark, facts)
+        cache.mark(mark)
+    _load_states(cache, tensors, "states", ledger.batch, len(ledger), facts)
+    cache.mark(len(ledger))
+    facts.require(not tensors, "tensors", "no others", sorted(tensors))
     cache.require_same_weights("from_pretrained")
     cache.ledger, cache.unfed = ledger, unfed
 
 
-def require(condition: bool, folder: str | Path, what: str, expected: str, got: Any) -> None:
-    """Raise ``ArtifactError`` unless ``condition``."""
-    if not condition:
-        raise ArtifactError(f"{Path(folder) / MANIFEST}: {what}: expected {expected}, got {str(got)[:200]!r}.")
+def _unfed(facts: Section, batch: int) -> Tensor | None:
+    rows = facts.take("unfed")
+    if rows is None:
+        return None
+    fine = isinstance(rows, list) and len(rows) == batch
+    fine = fine and all(isinstance(row, list) and 0 < len(row) == len(rows[0]) for row in rows)
+    fine = fine and all(type(token) is int and 0 <= token < MOST_NUMBER for row in rows for token in row)
+    facts.require(fine, "unfed", f"null, or {batch} rows of ids", rows)
+    return torch.tensor(rows, dtype=torch.int64)
 
 
-def _named(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {key[len(prefix) :]: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+def _check_ids(model: nn.Module, ledger: Ledger, unfed: Tensor | None, facts: Section) -> None:
+    """Refuse ids that the model has no embedding for, and positions on axes that it does not have."""
+    size = host.num_embeddings(model)
+    chunks = [torch.tensor((*chunk.ids, *chunk.prefix_ids), dtype=torch.int64) for chunk in ledger.chunks]
+    text = ledger.ids[ledger.images == 0]
+    for ids in (text, *([] if ledger.digests else chunks), *([] if unfed is None else [unfed])):
+        facts.require(not ids.numel() or int(ids.max()) < size, "ids", f"ids below {size}", "others")
+    axes = [max(rotary.axes, default=0) for rotary in measured(model).rotaries() if rotary.axes is not None]
+    facts.require(
+        ledger.axes.shape[2] in (0, max(axes, default=0)), "ledger.axes", "those of the model", ledger.axes.shape[2]
+    )
+
+
+def _cells(
+    tensors: dict[str, Tensor], prefix: str, shapes: Mapping[str, Shape], ledger: Ledger, facts: Section
+) -> dict[str, Tensor]:
+    """The cells of one holder: all that the model stores there, or none where the cache is empty."""
+    found = _taken(tensors, f"{prefix}.")
+    if not len(ledger) and not found:
+        return {}
+    facts.require(found.keys() == shapes.keys(), prefix, f"{sorted(shapes)}", sorted(found))
+    for name, tensor in found.items():
+        _, num_heads, _, head_dim = shapes[name].shape
+        wanted = Shape(shapes[name].dtype, (ledger.batch, num_heads, len(ledger), head_dim))
+        _require_shape(facts, f"{prefix}.{name}", wanted, tensor)
+    return found
+
+
+def _pristine(
+    tensors: dict[str, Tensor], prefix: str, cells: Mapping[str, Tensor], facts: Section
+) -> dict[str, Tensor]:
+    found = _taken(tensors, f"{prefix}.")
+    for name, tensor in found.items():
+        facts.require(name in cells, f"{prefix}.{name}", f"one of {sorted(cells)}", name)
+        count = tensor.shape[-2] if tensor.dim() == 4 else 0
+        cut = cells[name][..., :count, :]
+        _require_shape(facts, f"{prefix}.{name}", Shape(cut.dtype, tuple(cut.shape)), tensor)
+    return {name: tensor.to(cells[name].device).clone() for name, tensor in found.items()}
+
+
+def _require_shape(facts: Section, what: str, wanted: Shape, tensor: Tensor) -> None:
+    have = Shape(tensor.dtype, tuple(tensor.shape))
+    facts.require(have == wanted, what, f"{wanted.dtype} {list(wanted.shape)}", f"{have.dtype} {list(have.shape)}")
+
+
+def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin so, by the rest of their names; they are taken out."""
+    return {key[len(prefix) :]: tensors.pop(key) for key in sorted(tensors) if key.startswith(prefix)}
 
 
 def _state_tensors(prefix: str, states: States) -> dict[str, torch.Tensor]:
@@ -170,82 +174,73 @@ def _named_kept(value: KeptValue) -> dict[str, torch.Tensor]:
     return {".".join(path): tensor for path, tensor in {**tensors_of(value.leaves), **counts}.items()}
 
 
+def _load_states(
+    cache: LedgeredCache, tensors: dict[str, Tensor], prefix: str, batch: int, length: int, facts: Section
+) -> None:
+    model = cache.model
+    assert model is not None
+    compressed, states = measured(model).compressed, state_shapes(model)
+    kept = {} if compressed is None else entry_shapes(model, compressed, length, behind=False)
+    places = [idx for idx, layer in enumerate(cache.layers) if isinstance(layer, KeepsState)]
+    for number, (layer_idx, layer) in enumerate(zip(places, cache.state_layers, strict=True)):
+        layer.forget_state()
+        where = f"{prefix}.{number}"
+        given = {name: t.to(host.device_of(model)) for name, t in _taken(tensors, f"{where}.").items()}
+        if not length:
+            facts.require(not given, where, "nothing of no tokens", sorted(given))
+        elif isinstance(layer, KeptLayer):
+            shapes = {".".join(path): shape for path, shape in kept[layer_idx].items()}
+            _load_kept(layer, given, shapes, where, length, batch, facts)
+        else:
+            assert isinstance(layer, StateLayer)
+            _load_state(layer, given, states[layer_idx], where, batch, facts)
+
+
 def _load_kept(
-    layer: Any, tensors: dict[str, torch.Tensor], prefix: str, length: int, batch: int, folder: str | Path
+    layer: Any,
+    given: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    where: str,
+    length: int,
+    batch: int,
+    facts: Section,
 ) -> None:
     """Fill a layer that is kept as a whole: its tensors, and its counters."""
     leaves = dict(layer.empty.leaves)
-    names = {".".join(path): path for path in leaves}
-    for name, tensor in tensors.items():
-        require(name in names, folder, f"{prefix}{name}", f"one of {sorted(names)}", "another")
-        path = names[name]
-        count = type(leaves[path]) is int
-        fits = tensor.dim() == 0 and tensor.dtype == torch.int64 if count else tensor.dim() > 1
-        fits = fits and ((int(tensor) >= 0 and leaves[path] in (0, int(tensor))) if count else tensor.shape[0] == batch)
-        require(fits, folder, f"{prefix}{name}", "a number" if count else f"[{batch}, ...]", list(tensor.shape))
-        leaves[path] = int(tensor) if count else tensor
-    found = {path: leaves[path] for path in leaves if path[0] in ("keys", "values")}
-    require(found.get(("keys",)) is not None, folder, prefix, "recent keys", None)
-    if found.get(("values",)) is None:
-        leaves["values",] = leaves["keys",]
+    counters = {".".join(path): path for path, leaf in leaves.items() if type(leaf) is int}
+    shapes = {"values": shapes["keys"], **shapes} if "values" in given else shapes
+    facts.require(given.keys() == shapes.keys() | counters.keys(), where, f"{sorted(shapes)}", sorted(given))
+    for name, shape in shapes.items():
+        _require_shape(facts, f"{where}.{name}", Shape(shape.dtype, (batch, *shape.shape[1:])), given[name])
+        leaves[tuple(name.split("."))] = given[name]
+    for name, path in counters.items():
+        count = given[name]
+        fits = count.dim() == 0 and count.dtype == torch.int64 and 0 <= int(count) <= MOST_NUMBER
+        fits = fits and leaves[path] in (0, int(count))
+        facts.require(fits, f"{where}.{name}", "a count", list(count.shape))
+        leaves[path] = int(count)
+    leaves["values",] = given.get("values", given["keys"])
     layer.lazy_initialization(leaves["keys",], leaves["values",])
     layer.set_state_value(KeptValue({**leaves, ("is_initialized",): True}))
+    entries = {
+        (host.COMPRESSED_COUNTS, path[1]): leaf.shape[1]
+        for path, leaf in leaves.items()
+        if path[0] == host.COMPRESSED_ENTRIES and isinstance(leaf, Tensor)
+    }
+    wrong = [path for path, count in entries.items() if leaves[path] != count]
     held = layer.get_seq_length()
-    require(held == length, folder, prefix, f"the state after {length} tokens", held)
+    facts.require(held == length and not wrong, where, f"the state after {length} tokens", f"one after {held}")
 
 
-def _load_states(
-    layers: Sequence[KeepsState],
-    tensors: dict[str, torch.Tensor],
-    prefix: str,
-    ledger: Ledger,
-    folder: str | Path,
-    length: int,
+def _load_state(
+    layer: StateLayer, given: Mapping[str, Tensor], shapes: Mapping[str, Shape], where: str, batch: int, facts: Section
 ) -> None:
-    for layer_idx, layer in enumerate(layers):
-        layer.forget_state()
-        if isinstance(layer, KeptLayer):
-            given = _named(tensors, f"{prefix}.{layer_idx}.")
-            if length:
-                _load_kept(layer, given, f"{prefix}.{layer_idx}.", length, ledger.batch, folder)
-            continue
-        assert isinstance(layer, StateLayer)
-        for index in range(layer.number_of_states if len(ledger) else 0):
-            name = f"{prefix}.{layer_idx}"
-            conv, recurrent = tensors.get(f"{name}.conv.{index}"), tensors.get(f"{name}.recurrent.{index}")
-            for tensor in (conv, recurrent):
-                fits = tensor is None or (tensor.dim() > 1 and tensor.shape[0] == ledger.batch)
-                require(fits, folder, name, f"[{ledger.batch}, ...]", None if tensor is None else tensor.shape)
-            require(conv is not None or recurrent is not None, folder, name, "a state", None)
-            if conv is not None:
-                layer.update_conv_state(conv, index)
-            if recurrent is not None:
-                layer.update_recurrent_state(recurrent, index)
-            layer.has_previous_state[index] = True
-
-
-def _check_spans(ledger: Ledger, folder: str | Path) -> None:
-    borders = [0, *(border for segment in ledger.segments for border in segment.span), len(ledger)]
-    require(
-        borders[::2] == borders[1::2] and all(segment.start < segment.stop for segment in ledger.segments),
-        folder,
-        "segments",
-        f"spans that cover {len(ledger)} slots without gaps",
-        [segment.span for segment in ledger.segments],
-    )
-    spans = [span for field in ledger.fields for span in field.spans] + [(s.start, s.stop) for s in ledger.stale]
-    wrong = [span for span in spans if not 0 <= span[0] < span[1] <= len(ledger)]
-    require(not wrong, folder, "fields and stale", f"spans inside of {len(ledger)} slots", wrong)
-    names = {segment.name for segment in ledger.segments}
-    lost = [field.name for field in ledger.fields if field.segment not in names]
-    require(not lost, folder, "fields", f"segments of {sorted(names)}", lost)
-    group = int(ledger.groups.max()) if ledger.groups.numel() else 0
-    require(0 <= group <= len(ledger.chunks), folder, "chunks", f"{group} isolated chunks", len(ledger.chunks))
-    image = int(ledger.images.max()) if ledger.images.numel() else 0
-    require(0 <= image <= len(ledger.digests), folder, "digests", f"{image} images", len(ledger.digests))
-
-
-def _field(values: dict[str, Any]) -> Field:
-    errata = tuple(Erratum(**erratum) for erratum in values["errata"])
-    spans = tuple((int(start), int(stop)) for start, stop in values["spans"])
-    return Field(values["name"], values["value"], values["segment"], spans, errata)
+    facts.require(given.keys() == shapes.keys(), where, f"{sorted(shapes)}", sorted(given))
+    for name, shape in shapes.items():
+        _require_shape(facts, f"{where}.{name}", Shape(shape.dtype, (batch, *shape.shape[1:])), given[name])
+        kind, index = name.split(".")
+        if kind == "conv":
+            layer.update_conv_state(given[name], int(index))
+        else:
+            layer.update_recurrent_state(given[name], int(index))
+        layer.has_previous_state[int(index)] = True

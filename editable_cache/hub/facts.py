@@ -7,11 +7,15 @@ import math
 from typing import Any
 
 from editable_cache.chunk import Part, Provenance
-from editable_cache.hub.schema import Section, read_name
+from editable_cache.hub.schema import MOST_NAME, Section, is_printable, printable, read_name
 from editable_cache.spec import LayerSpec, ModelIdentity, Origin, RotarySpec, TensorSpec
 
 HOW = ("precompiled", "extracted", "merged", "trained")
 MOST_DIM = 2**20
+MOST_NODES, MOST_DEPTH, MOST_CONFIG = 16_384, 12, 2**20
+"""Values in the config of a model, how deep they stand, and characters of all of them as JSON."""
+
+UNKNOWN = -1
 LAYOUTS = ("half", "interleaved")
 
 
@@ -23,21 +27,25 @@ def identity_facts(identity: ModelIdentity) -> dict[str, Any]:
 def read_identity(facts: Section) -> ModelIdentity:
     """What ``identity_facts`` wrote."""
     config = facts.take("config")
-    facts.require(isinstance(config, dict), "config", "an object", config)
-    texts = {name: facts.text(name) for name in ("model_type", "weights", "adapters", "rotary", "dtype", "tokenizer")}
+    fine = isinstance(config, dict) and _is_small(config)
+    facts.require(fine, "config", f"an object of up to {MOST_NODES} values, {MOST_DEPTH} deep", config)
+    text = json.dumps(config, sort_keys=True)
+    facts.require(len(text) <= MOST_CONFIG, "config", f"up to {MOST_CONFIG} characters", len(text))
+    names = ("model_type", "weights", "adapters", "rotary", "dtype", "tokenizer")
+    texts = {name: facts.text(name, most=MOST_NAME) for name in names}
     facts.done()
-    return ModelIdentity(config=json.dumps(config, sort_keys=True), **texts)
+    return ModelIdentity(config=text, **texts)
 
 
 def origin_facts(origin: Origin) -> dict[str, Any]:
     """Where a chunk comes from."""
     return {
-        "repo": origin.repo,
-        "revision": origin.revision,
-        "tokenizer": origin.tokenizer,
-        "special_ids": [list(pair) for pair in origin.special_ids],
-        "attention": origin.attention,
-        "adapters": [list(pair) for pair in origin.adapters],
+        "repo": printable(origin.repo),
+        "revision": printable(origin.revision),
+        "tokenizer": printable(origin.tokenizer),
+        "special_ids": [[token_id, printable(text)] for token_id, text in origin.special_ids],
+        "attention": printable(origin.attention),
+        "adapters": [[printable(name), scale] for name, scale in origin.adapters],
         "versions": [list(pair) for pair in origin.versions],
         "rounded_weights": origin.rounded_weights,
     }
@@ -117,18 +125,35 @@ def provenance_facts(provenance: Provenance) -> dict[str, Any]:
 
 def read_provenance(facts: Section, length: int) -> Provenance:
     """What ``provenance_facts`` wrote, of a chunk of ``length`` tokens."""
-    how, note, prefix_ids = facts.choice("how", HOW), facts.text("note"), facts.integers("prefix_ids", 0)
+    how, note, prefix_ids = facts.choice("how", HOW), facts.text("note"), facts.integers("prefix_ids", UNKNOWN)
     parts, end = [], 0
     for section in facts.sections("parts"):
         start, stop = section.integer("start", end, length), section.integer("stop", 0, length)
         section.require(start == end < stop, "start", f"{end}, and a stop behind it", (start, stop))
         end = stop
         name = read_name(section)
-        parts.append(Part(start, stop, tuple(section.integers("prefix_ids", 0)), name, section.text("note")))
+        parts.append(Part(start, stop, tuple(section.integers("prefix_ids", UNKNOWN)), name, section.text("note")))
         section.done()
     facts.require((how == "merged") == bool(parts) and end in (0, length), "parts", f"those of {length} tokens", end)
     facts.done()
     return Provenance(how, tuple(prefix_ids), note, tuple(parts))
+
+
+def _is_small(config: dict[str, Any]) -> bool:
+    """Whether a tree of JSON has few values, none of them deep; looked at without recursion."""
+    level: list[Any] = [config]
+    nodes = 0
+    for _ in range(MOST_DEPTH):
+        nodes += len(level)
+        below = [each for node in level if isinstance(node, (dict, list)) for each in _children(node)]
+        if nodes > MOST_NODES:
+            return False
+        level = below
+    return not level
+
+
+def _children(node: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(node.values()) if isinstance(node, dict) else node
 
 
 def _rotary(facts: Section) -> RotarySpec:
@@ -158,11 +183,11 @@ def _holder(facts: Section, rotaries: list[RotarySpec]) -> LayerSpec:
 
 
 def _pairs(facts: Section, key: str, *kinds: type) -> tuple[Any, ...]:
-    wanted, pairs = f"pairs of {kinds[0].__name__} and {kinds[1].__name__}", facts.items(key)
+    wanted, pairs = f"pairs of {kinds[0].__name__} and short {kinds[1].__name__}", facts.items(key)
     for pair in pairs:
         fine = isinstance(pair, list) and len(pair) == 2
         fine = fine and all(type(value) is kind for value, kind in zip(pair, kinds, strict=True))
         fine = fine and all(math.isfinite(value) for value in pair if isinstance(value, (int, float)))
+        fine = fine and all(len(text) <= MOST_NAME and is_printable(text) for text in pair if isinstance(text, str))
         facts.require(fine, key, wanted, pair)
-        facts.require(all(len(value) < 4096 for value in pair if isinstance(value, str)), key, "short texts", pair)
     return tuple(tuple(pair) for pair in pairs)

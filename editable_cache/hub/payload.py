@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from editable_cache.errors import ArtifactError
+from editable_cache.hub.header import read_header
 from editable_cache.hub.manifest import require_own
-from editable_cache.hub.schema import MOST_ENTRIES, Section
+from editable_cache.hub.schema import Section
 from editable_cache.ops import checksum
 
 PAYLOAD = re.compile(r"cells-[0-9a-f]{16}\.safetensors")
-MAX_HEADER_BYTES = 32 * 2**20
-DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "I8", "U8", "BOOL"})
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,18 @@ class Payload:
         facts.require(PAYLOAD.fullmatch(name) is not None, "payload", "'cells-<digest>.safetensors'", name)
         return cls(
             path=Path(folder) / name,
-            num_bytes=facts.integer("payload_bytes", 0, 2**62),
+            num_bytes=facts.integer("payload_bytes", 0, 2**62 - 1),
             sha256=facts.text("payload_sha256", most=64),
             checksums={tensor: checksums.text(tensor, most=64) for tensor in checksums.keys()},  # noqa: SIM118
         )
 
 
 def read_payload(payload: Payload, *, exact: bool) -> dict[str, Tensor]:
-    """Every tensor of a payload, mapped into memory, read-only by agreement.
+    """Every tensor of a payload, mapped into memory.
+
+    The mapping is private: writing into a tensor copies the page and never reaches the file, and a file that is
+    replaced or deleted stays as it was for those who mapped it. One that another program truncates meanwhile ends the
+    process.
 
     Args:
         exact: compare the file's SHA-256 too, which nobody can forge.
@@ -61,19 +63,28 @@ def read_payload(payload: Payload, *, exact: bool) -> dict[str, Tensor]:
     Raises:
         ArtifactError: if it is missing, damaged, truncated, longer than it says, or holds other tensors.
     """
-    path, size, wanted = payload.path, payload.num_bytes, payload.checksums
+    path, wanted = payload.path, payload.checksums
     require_own(path)
-    if not path.is_file():
+    if not path.is_file():  # a pipe or device would block
         raise ArtifactError(
             f"{path}: expected the payload that the manifest names, got no such file; save or download it again."
         )
-    if path.stat().st_size != size:
-        raise ArtifactError(f"{path}: expected {size} bytes, got {path.stat().st_size}; save or download it again.")
-    listed = _listed(path, size)
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != payload.num_bytes:
+                raise ArtifactError(
+                    f"{path}: expected {payload.num_bytes} bytes, got {size}; save or download it again."
+                )
+            listed = read_header(path, file, size).keys()
+    except OSError as error:
+        if isinstance(error, ArtifactError):
+            raise
+        raise ArtifactError(f"{path}: can't be read: {error}.") from error
     if listed != wanted.keys():
+        others = ascii(sorted(listed ^ wanted.keys())[:3])[:200]
         raise ArtifactError(
-            f"{path}: expected the tensors that the manifest lists, got others: "
-            f"{sorted(listed ^ wanted.keys())[:3]}; save or download it again."
+            f"{path}: expected the tensors that the manifest lists, got others: {others}; save or download it again."
         )
     if exact and (found := file_digest(path)) != payload.sha256:
         raise ArtifactError(f"{path}: expected sha256 {payload.sha256}, got {found}: the file was changed or damaged.")
@@ -85,8 +96,8 @@ def read_payload(payload: Payload, *, exact: bool) -> dict[str, Tensor]:
     bad = [name for name, tensor in tensors.items() if checksum(tensor) != wanted[name]]
     if bad:
         raise ArtifactError(
-            f"{path}: expected tensors with the checksums of the manifest, got damaged ones: {bad[:3]}; save or "
-            "download it again."
+            f"{path}: expected tensors with the checksums of the manifest, got damaged ones: {ascii(bad[:3])[:200]}; "
+            "save or download it again."
         )
     return tensors
 
@@ -103,27 +114,3 @@ def file_digest(path: Path) -> str:
         while block := file.read(2**20):
             hasher.update(block)
     return hasher.hexdigest()
-
-
-def _listed(path: Path, size: int) -> set[str]:
-    """Names in the header of a safetensors file, before anything maps it."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise ArtifactError(
-                f"{path}: expected a safetensors header of at most {MAX_HEADER_BYTES} bytes inside of the file's "
-                f"{size}, got {length}; save or download it again."
-            )
-        content = file.read(length)
-    try:
-        header: Any = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path}: the header is not readable as JSON: {error}.") from error
-    if not isinstance(header, dict) or len(header) > MOST_ENTRIES:
-        raise ArtifactError(f"{path}: expected a header of at most {MOST_ENTRIES} tensors.")
-    header.pop("__metadata__", None)
-    for name, facts in header.items():
-        dtype = facts.get("dtype") if isinstance(facts, dict) else None
-        if dtype not in DTYPES:
-            raise ArtifactError(f"{path}: {name[:80]!r}: expected one of {sorted(DTYPES)}, got {dtype!r:.80}.")
-    return set(header)

@@ -50,13 +50,13 @@ def label_of(build: Build) -> str:
     return "-".join([kind, build.model.dtype, who] + ([] if build.storage == "original" else [build.storage]))
 
 
-def build_folders(folder: Path) -> dict[str, Path]:
-    """The builds of a local folder by label: those of a repository, or itself.
+def build_folders(folder: Path, *, of_hub: bool = False) -> dict[str, Path]:
+    """The builds of a local folder by label: those of a repository, or itself unless it is a snapshot ``of_hub``.
 
     Raises:
         ArtifactError: if it holds none, or too many.
     """
-    if (folder / MANIFEST).exists() or (folder / MANIFEST).is_symlink():
+    if not of_hub and ((folder / MANIFEST).exists() or (folder / MANIFEST).is_symlink()):
         return {"": folder}
     root = folder / BUILDS
     found = {path.name: path for path in sorted(root.iterdir()) if path.is_dir()} if root.is_dir() else {}
@@ -130,12 +130,14 @@ def choose(found: Sequence[Candidate], source: str, *, label: str | None, dtype:
             f"{source}: several builds fit; pass build= with one of {[each.label for each in best]}, or model= to take "
             "the one that is its own."
         )
-    if len(found) == 1 and found[0].build is None:
-        raise ArtifactError(found[0].reasons[0].got)
+    if all(each.build is None for each in found):
+        raise ArtifactError(" ".join(each.reasons[0].got for each in found[:5]))
     lines = "".join(f"\n  {each}" for each in found)
     hint = ""
     if any(each.convertible for each in found):
         hint = " The model's weights are those of a build in another dtype: pass dtype= to convert its cells."
+    if any(each.build is None for each in found):
+        hint += " A build that can't be read: save it again, or download it again with force_download=True."
     reasons = tuple(replace(r, what=f"{c.label}: {r.what}" if c.label else r.what) for c in found for r in c.reasons)
     error = CompatibilityError(f"{source}: no build fits this model.{hint} Candidates:{lines}")
     error.reasons = reasons

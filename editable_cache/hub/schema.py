@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
+import reprlib
 import unicodedata
 from typing import Any
 
 from editable_cache.errors import ArtifactError
 
-MOST_TOKENS = 4 * 2**20
+MOST_TOKENS = 2**20
 MOST_ENTRIES = 65_536
 MOST_CHARACTERS = 4_096
 MOST_NAME = 200
+MOST_NUMBER = 2**31
+"""Ids, positions and sizes stay below: sums of several still fit into 64 bits."""
+
+WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+"""What the tensor of a cache layer can be called."""
+
 NAME = f"1 to {MOST_NAME} printable characters without slashes and without a dot in front"
 
 
@@ -36,19 +44,18 @@ class Section:
             raise ArtifactError(f"{self.where}: expected a key {key!r}, got only {_short(sorted(self._values))}.")
         return self._values.pop(key)
 
-    def text(self, key: str, *, most: int = MOST_CHARACTERS) -> str:
-        """A text of at most ``most`` characters that can be written as UTF-8."""
+    def text(self, key: str, *, most: int = MOST_CHARACTERS, printable: bool = True) -> str:
+        """A text of at most ``most`` characters, without any that steer a terminal unless ``printable`` is False."""
         value = self.take(key)
-        self.require(
-            isinstance(value, str) and len(value) <= most and _is_utf8(value), key, f"text up to {most}", value
-        )
+        fine = isinstance(value, str) and len(value) <= most and (not printable or is_printable(value))
+        self.require(fine, key, f"{'printable ' * printable}text of up to {most} characters", value)
         return str(value)
 
-    def optional_text(self, key: str, *, most: int = MOST_CHARACTERS) -> str | None:
+    def optional_text(self, key: str, *, most: int = MOST_CHARACTERS, printable: bool = True) -> str | None:
         """A text, or null."""
         if self._values.get(key, "") is None:
             return self.take(key)  # type: ignore[no-any-return]
-        return self.text(key, most=most)
+        return self.text(key, most=most, printable=printable)
 
     def integer(self, key: str, low: int, high: int) -> int:
         """An integer of ``[low, high]``."""
@@ -57,10 +64,10 @@ class Section:
         return int(value)
 
     def integers(self, key: str, low: int, *, most: int = MOST_TOKENS) -> list[int]:
-        """At most ``most`` integers of ``[low, 2**62)``."""
+        """At most ``most`` integers of ``[low, 2**31)``."""
         values = self.items(key, most=most)
-        fine = all(type(value) is int and low <= value < 2**62 for value in values)
-        self.require(fine, key, f"integers >= {low}", values)
+        fine = all(type(value) is int and low <= value < MOST_NUMBER for value in values)
+        self.require(fine, key, f"integers of {low} to {MOST_NUMBER - 1}", values)
         return values
 
     def numbers(self, key: str) -> list[float]:
@@ -78,12 +85,12 @@ class Section:
 
     def section(self, key: str) -> Section:
         """An object."""
-        return Section(self.take(key), f"{self.where}: {key}")
+        return Section(self.take(key), f"{self.where}: {_short(key)}")
 
     def optional_section(self, key: str) -> Section | None:
         """An object, or null."""
         value = self.take(key)
-        return None if value is None else Section(value, f"{self.where}: {key}")
+        return None if value is None else Section(value, f"{self.where}: {_short(key)}")
 
     def sections(self, key: str) -> list[Section]:
         """A list of objects."""
@@ -108,7 +115,19 @@ class Section:
     def require(self, condition: bool, what: str, expected: str, got: Any) -> None:
         """Raise ``ArtifactError`` unless ``condition``."""
         if not condition:
-            raise ArtifactError(f"{self.where}: {what}: expected {expected}, got {_short(got)}.")
+            raise ArtifactError(f"{self.where}: {what[:100]!r}: expected {expected}, got {_short(got)}.")
+
+
+def is_printable(text: str) -> bool:
+    """Whether a text can be shown anywhere: no control characters, no change of direction, no lone surrogates."""
+    return text.isprintable() or not any(unicodedata.category(char) in _STEERING for char in text)
+
+
+def printable(text: str) -> str:
+    """The text with what can't be shown written as escapes."""
+    if is_printable(text):
+        return text
+    return "".join(char if is_printable(char) else ascii(char)[1:-1] for char in text)
 
 
 def is_name(name: str | None) -> bool:
@@ -120,22 +139,18 @@ def is_name(name: str | None) -> bool:
 
 def read_name(facts: Section) -> str | None:
     """The name of a chunk, or null."""
-    name = facts.optional_text("name")
+    name = facts.optional_text("name", printable=False)
     facts.require(name is None or is_name(name), "name", NAME, name)
     return name
 
 
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+_STEERING = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_bounded = reprlib.Repr()
+_bounded.maxstring = _bounded.maxother = 80
+_bounded.maxlevel = 3
 
 
 def _short(value: Any) -> str:
     if isinstance(value, (list, dict)) and len(value) > 8:
         return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, str) and len(value) > 80:
-        return f"{value[:80]!r}... of {len(value)} characters"
-    return repr(value)[:120]
+    return ascii(value) if type(value) is int else _bounded.repr(value).encode("ascii", "backslashreplace").decode()

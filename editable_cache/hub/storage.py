@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from editable_cache.chunk import LayerStates
-from editable_cache.errors import ArtifactError
+from editable_cache.errors import ArtifactError, CompatibilityError
 from editable_cache.ops.quantize import DTYPES, Quantized, Storage, dequantize, grouping, quantize
 
 STORAGES: tuple[Storage, ...] = ("original", "int8", "fp8")
@@ -43,18 +43,17 @@ def unpack(
 
     Args:
         tensors: of the file; those used here are taken out.
-        layers: what the manifest says of every tensor, by holder.
+        layers: what the manifest says of every tensor, by holder; its dtypes are among ``COMPUTED``.
 
     Raises:
-        ArtifactError: if a tensor is missing, or of another dtype or shape than the manifest says.
+        ArtifactError: if a tensor is missing, of another dtype or shape than the manifest says, or has scales that
+            can't be its own.
     """
     found: list[dict[str, Tensor]] = []
     for idx, facts in enumerate(layers):
         found.append({})
         for name, (dtype, shape) in facts.items():
-            key, computed = f"{idx}.{name}", COMPUTED.get(dtype)
-            if computed is None:
-                raise ArtifactError(f"{where}: {CELLS}{key}: expected one of {list(COMPUTED)}, got {dtype!r}.")
+            key, computed = f"{idx}.{name}", COMPUTED[dtype]
             packed = storage != "original" and computed.is_floating_point
             values, scales = tensors.pop(CELLS + key, None), tensors.pop(SCALES + key, None) if packed else None
             wanted = DTYPES[storage] if packed else computed
@@ -64,6 +63,9 @@ def unpack(
             if packed:
                 if scales is None:
                     raise ArtifactError(f"{where}: {SCALES}{key}: expected scales, got none.")
-                values = dequantize(Quantized(values, scales), computed)
+                try:
+                    values = dequantize(Quantized(values, scales), computed)
+                except (ArtifactError, CompatibilityError) as error:
+                    raise ArtifactError(f"{where}: {CELLS}{key}: {error}") from error
             found[-1][name] = values
     return tuple(found)

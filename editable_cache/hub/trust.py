@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from editable_cache.chunk import Provenance
+
 
 class ControlToken(NamedTuple):
     """A token inside a chunk that controls a model instead of being text.
 
     Attributes:
-        slot: where it stands in the chunk.
+        slot: where it stands in the chunk; negative in front of it, in a prefix that only its cells have seen.
         token_id: its id.
         text: how its tokenizer shows it.
     """
@@ -22,7 +24,17 @@ class ControlToken(NamedTuple):
     text: str
 
 
-def control_tokens(token_ids: Tensor, special: Mapping[int, str]) -> tuple[ControlToken, ...]:
-    """The control tokens among ``token_ids`` ``[n]``, in order; ``special`` names those of a tokenizer."""
-    ids = token_ids.tolist()
-    return tuple(ControlToken(idx, each, special[each]) for idx, each in enumerate(ids) if each in special)
+def control_tokens(token_ids: Tensor, provenance: Provenance, special: Mapping[int, str]) -> tuple[ControlToken, ...]:
+    """The control tokens of a chunk and of what it was compiled behind, in order.
+
+    A single token in front, as the BOS token is, is not counted.
+
+    Args:
+        token_ids: of the chunk, ``[n]``.
+        provenance: of the chunk.
+        special: control tokens of a tokenizer, by id.
+    """
+    prefixes = [provenance.prefix_ids, *(part.prefix_ids for part in provenance.parts)]
+    seen = [(idx - len(ids), each) for ids in prefixes if len(ids) > 1 for idx, each in enumerate(ids)]
+    found = [*seen, *enumerate(token_ids.tolist())]
+    return tuple(ControlToken(slot, each, special[each]) for slot, each in found if each in special)

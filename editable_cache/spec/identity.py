@@ -9,6 +9,9 @@ from typing import Any
 
 from editable_cache.errors import Reason
 
+MOST_REASONS = 32
+"""Fields of a config that are told when they differ: a stranger's config can have any number of them."""
+
 
 @dataclass(frozen=True)
 class ModelIdentity:
@@ -78,7 +81,10 @@ def compare(wanted: ModelIdentity, found: ModelIdentity) -> tuple[Reason, ...]:
         if want == have:
             continue
         if field.name == "config":
-            reasons += _config_reasons(want, have)
+            differing = list(_config_reasons(want, have))
+            reasons += differing[:MOST_REASONS]
+            if len(differing) > MOST_REASONS:
+                reasons.append(Reason("config", "the same", f"{len(differing) - MOST_REASONS} more fields that differ"))
         else:
             reasons.append(Reason(field.name, want or "none", have or "none"))
     return tuple(reasons)
@@ -92,7 +98,7 @@ def _config_reasons(want: str, have: str) -> Iterator[Reason]:
             continue
         pair = [json.dumps(config[name]) if name in config else "no such field" for config in (wanted, found)]
         if pair[0] != pair[1]:
-            yield Reason(f"config.{name}", pair[0][:200], pair[1][:200])
+            yield Reason(f"config.{ascii(name)[1:-1][:100]}", pair[0][:200], pair[1][:200])
 
 
 def _config_fields(text: str) -> dict[str, Any]:

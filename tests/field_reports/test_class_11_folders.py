@@ -11,7 +11,7 @@ import torch
 from cache_support import Snapshot, generate, make_cache, make_context, policy, shared_model, shared_tokenizer
 
 from editable_cache import ArtifactError, EditableCache, EditableCacheError, Skill
-from editable_cache.hub.manifest import seal
+from editable_cache.hub.manifest import sealed
 
 
 def payload_of(folder: Path) -> Path:
@@ -19,12 +19,13 @@ def payload_of(folder: Path) -> Path:
     return found
 
 
-def rewrite(folder: Path, change: dict[str, Any], *, sealed: bool) -> None:
-    """Change the manifest; ``sealed`` as someone does who knows the format."""
+def rewrite(folder: Path, change: dict[str, Any], *, resealed: bool) -> None:
+    """Change the manifest; ``resealed`` as someone does who knows the format."""
     path = folder / "manifest.json"
     manifest = {**json.loads(path.read_text()), **change}
-    manifest.pop("seal") if sealed else None
-    path.write_text(json.dumps({**manifest, "seal": seal(manifest)} if sealed else manifest))
+    if resealed:
+        manifest.pop("seal")
+    path.write_bytes(sealed(json.dumps(manifest).encode()) if resealed else json.dumps(manifest).encode())
 
 
 DAMAGE: dict[str, Any] = {
@@ -121,7 +122,7 @@ def test_b62_names_that_are_paths_or_unprintable(name: str, tmp_path: Path) -> N
     with pytest.raises(EditableCacheError, match="name"):
         Skill.precompile(shared_model(), shared_tokenizer(), "If", name=name)
     policy().save_pretrained(tmp_path)
-    rewrite(tmp_path, {"name": name}, sealed=True)
+    rewrite(tmp_path, {"name": name}, resealed=True)
     with pytest.raises(ArtifactError, match="name"):
         Skill.from_pretrained(tmp_path)
 
@@ -148,18 +149,18 @@ def test_b62_a_manifest_cannot_point_outside(target: Any, tmp_path: Path) -> Non
         payload.unlink()
         payload.symlink_to(outside)
     else:
-        rewrite(folder, {"payload": target}, sealed=True)
+        rewrite(folder, {"payload": target}, resealed=True)
     with pytest.raises(ArtifactError, match=r"payload|no such file|expected a file"):
         Skill.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("sealed_again", [True, False])
 @pytest.mark.parametrize("key", ["token_ids", "position_ids", "model", "provenance", "layers", "kind", "version"])
 @pytest.mark.parametrize("value", [None, -1, [1], "x", {}])
-def test_hostile_skill_manifests(key: str, value: Any, sealed: bool, tmp_path: Path) -> None:
+def test_hostile_skill_manifests(key: str, value: Any, sealed_again: bool, tmp_path: Path) -> None:
     """Comfy-Org/ComfyUI#14989: whatever stands in the manifest, the answer is an `ArtifactError`."""
     policy().save_pretrained(tmp_path)
-    rewrite(tmp_path, {key: value}, sealed=sealed)
+    rewrite(tmp_path, {key: value}, resealed=sealed_again)
     with pytest.raises(ArtifactError):
         Skill.from_pretrained(tmp_path, model=shared_model())
 
@@ -172,7 +173,7 @@ def test_hostile_skill_manifests(key: str, value: Any, sealed: bool, tmp_path: P
 def test_hostile_cache_manifests(key: str, value: Any, tmp_path: Path) -> None:
     """Comfy-Org/ComfyUI#15602: a ledger that contradicts itself or its cells is not believed."""
     make_context().save_pretrained(tmp_path)
-    rewrite(tmp_path, {key: value}, sealed=True)
+    rewrite(tmp_path, {key: value}, resealed=True)
     with pytest.raises(ArtifactError):
         EditableCache.from_pretrained(tmp_path, model=shared_model())
 

@@ -1,0 +1,1 @@
+"""The command line ``editable-cache``. Nothing here imports torch before a command runs."""

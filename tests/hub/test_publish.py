@@ -1,0 +1,377 @@
+"""Publishing: a repository, one commit, a card, several builds; and what a failure leaves."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hub_server import HubServer
+from huggingface_hub import HfApi
+from skill_support import MARKS, SKILL, TEXT, TINY, builds_of, built, files_of, load, meanwhile, readable, serve, turned
+
+from editable_cache import ArtifactError, Skill
+from editable_cache.testing.tiny_models import tiny_tokenizer
+
+
+def card_of(hub: HubServer) -> str:
+    return files_of(hub)["README.md"].decode()
+
+
+def front_matter(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(text.split("---\n")[1])
+    return found
+
+
+def edit_card(old: str, new: str) -> None:
+    api = HfApi()
+    with open(api.hf_hub_download(SKILL, "README.md"), encoding="utf-8", newline="") as file:
+        text = file.read()
+    assert old in text
+    edited = text.replace(old, new)
+    api.upload_file(path_or_fileobj=edited.encode(), path_in_repo="README.md", repo_id=SKILL)
+
+
+# -- one build
+
+
+def test_a_skill_comes_back_as_it_was(hub: HubServer) -> None:
+    serve(hub)
+    model, tokenizer = load()
+    skill = Skill.precompile(model, tokenizer, TEXT, name="refunds")
+    assert skill.origin.repo == TINY
+    assert skill.origin.revision == getattr(model.config, "_commit_hash", "")  # which transformers 5.24 forgets
+    assert skill.origin.revision in ("", hub.head(TINY).sha)
+    hub.log.clear()
+    address = skill.push_to_hub(SKILL)
+    assert [call.status for call in hub.calls("POST", "*/commit/*")] == [200]
+    head = hub.head(SKILL)
+    assert address == f"{hub.url}/{SKILL}/commit/{head.sha}"
+    assert hub.repo(SKILL).commits[str(head.parent)].parent is None  # the one that made the repository
+
+    back = Skill.from_pretrained(SKILL, model=model, tokenizer=tokenizer, control_tokens="refuse")
+    assert type(back) is Skill
+    assert back.equal_cells(skill)
+    assert (back.text, back.name, back.digest) == (TEXT, "refunds", skill.digest)
+    assert (back.origin, back.provenance, back.model) == (skill.origin, skill.provenance, skill.model)
+    other = Skill.precompile(model, tokenizer, TEXT.replace("pending", "delivered"), name="refunds")
+    assert not back.equal_cells(other)  # control
+
+
+def test_the_card_says_what_it_is_and_its_snippet_runs(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    serve(hub)
+    model, tokenizer = load()
+    skill = Skill.precompile(model, tokenizer, TEXT, name="refunds")
+    skill.push_to_hub(SKILL, license="apache-2.0", fidelity={"cosine of logits": 0.9998})
+    text = card_of(hub)
+    data = front_matter(text)
+    assert {"kv-cache", "editable-cache"} <= set(data["tags"])
+    assert (data["base_model"], data["library_name"], data["license"]) == (TINY, "editable_cache", "apache-2.0")
+    [label] = builds_of(hub)
+    row = next(line for line in text.splitlines() if line.startswith("| " + label.replace("_", r"\_")))
+    assert [word in row for word in (TINY, "float32", "original", f" {len(skill)} ", "MiB", "sdpa")] == [True] * 6
+    assert "| cosine of logits | 0.9998 |" in text
+
+    code = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(code) == 1
+    hub.log.clear()
+    exec(compile(code[0], "card", "exec"), names := {})
+    assert names["skill"].equal_cells(skill)
+    assert any(path.startswith("builds/") for path in hub.downloaded())
+    assert "Question: what does it say?" in capsys.readouterr().out
+    broken = code[0].replace(SKILL, "org/nothing")
+    with pytest.raises(ArtifactError):  # control: the snippet asks the hub
+        exec(compile(broken, "card", "exec"), {})
+
+
+def test_a_card_without_a_known_model_names_none(hub: HubServer) -> None:
+    built()[1].push_to_hub(SKILL)
+    assert "base_model" not in front_matter(card_of(hub))
+    assert "license" not in front_matter(card_of(hub))
+
+
+@pytest.mark.parametrize("name", ["refunds", "../refunds", "org/a/b", "org/..", "org/x y", ""])
+def test_only_a_repository_of_somebody_is_a_place(hub: HubServer, name: str) -> None:
+    with pytest.raises(ArtifactError, match="organization/name"):
+        built()[1].push_to_hub(name)
+    assert hub.log == []
+    assert hub.store.repos == {}
+
+
+# -- several builds
+
+
+def test_builds_of_several_models_stand_side_by_side(hub: HubServer) -> None:
+    skill = built()[1]
+    for each, storage in ((skill, "original"), (built(torch.bfloat16)[1], "original"), (skill, "int8")):
+        each.push_to_hub(SKILL, storage=storage)  # type: ignore[arg-type]
+    built(seed=1)[1].push_to_hub(SKILL)
+    labels = builds_of(hub)
+    assert len(labels) == 4
+    text = card_of(hub)
+    assert all(f"| {label} |" in text for label in labels)
+    assert text.count(MARKS[0]) == text.count(MARKS[1]) == 1
+    assert len([path for path in files_of(hub) if path.endswith(".safetensors")]) == 4
+
+
+def test_the_same_build_is_replaced_in_one_commit(hub: HubServer) -> None:
+    model, skill = built()
+    skill.push_to_hub(SKILL)
+    built(seed=1)[1].push_to_hub(SKILL)
+    before = files_of(hub)
+    commits = len(hub.repo(SKILL).commits)
+    new = Skill.precompile(model, tiny_tokenizer(), TEXT + "Be polite.\n", name="refunds")
+    new.push_to_hub(SKILL)
+    after = files_of(hub)
+    assert len(hub.repo(SKILL).commits) == commits + 1
+    payloads = [{path for path in files if path.endswith(".safetensors")} for files in (before, after)]
+    assert [len(found) for found in payloads] == [2, 2]
+    assert len(payloads[0] & payloads[1]) == 1  # the other model's
+    assert len(builds_of(hub)) == 2
+    assert Skill.from_pretrained(SKILL, model=model).equal_cells(new)
+    assert "Replace build" in hub.head(SKILL).title
+
+
+def test_the_same_skill_twice_changes_nothing(hub: HubServer) -> None:
+    built()[1].push_to_hub(SKILL)
+    before = files_of(hub)
+    built()[1].push_to_hub(SKILL)
+    assert files_of(hub) == before
+
+
+def test_another_skill_does_not_take_its_place(hub: HubServer) -> None:
+    model, skill = built()
+    skill.push_to_hub(SKILL)
+    before = files_of(hub)
+    other = Skill.precompile(model, tiny_tokenizer(), "Quite another text.\n", name="greetings")
+    with pytest.raises(ArtifactError, match="'refunds', got one of 'greetings'"):
+        other.push_to_hub(SKILL)
+    assert files_of(hub) == before
+
+
+def test_the_same_weights_with_another_rope_do_not_take_its_place(hub: HubServer) -> None:
+    built()[1].push_to_hub(SKILL)
+    before = files_of(hub)
+    other = Skill.precompile(turned(), tiny_tokenizer(), TEXT, name="refunds")
+    with pytest.raises(ArtifactError, match="other rope settings"):
+        other.push_to_hub(SKILL)
+    assert files_of(hub) == before
+
+
+# -- the card of others
+
+
+def test_what_people_wrote_on_the_card_stays(hub: HubServer) -> None:
+    skill = built()[1]
+    skill.push_to_hub(SKILL, license="mit", fidelity={"cosine": 0.5})
+    edit_card("# refunds", "# Our refunds\n\nWritten by us: $1 \\1 {name}.")
+    edit_card("tags:", "language: en\ntags:\n- mine")
+    edit_card(MARKS[1], f"{MARKS[1]}\n\nBehind the table.")
+    built(seed=1)[1].push_to_hub(SKILL)
+    text, data = card_of(hub), front_matter(card_of(hub))
+    assert "Written by us: $1 \\1 {name}." in text
+    assert "Behind the table." in text
+    assert (data["license"], data["language"]) == ("mit", "en")
+    assert {"mine", "kv-cache", "editable-cache"} <= set(data["tags"])
+    assert "| cosine | 0.5 |" in text
+    assert all(label in text for label in builds_of(hub))
+    skill.push_to_hub(SKILL, fidelity={"cosine": 0.75})
+    assert "| cosine | 0.75 |" in card_of(hub)
+    assert "| cosine | 0.5 |" not in card_of(hub)
+
+
+def test_a_card_of_another_kind_is_kept(hub: HubServer) -> None:
+    hub.create(SKILL, {"README.md": b"# Mine\n\nNo front matter here.\n", "notes.txt": b"keep"})
+    built()[1].push_to_hub(SKILL)
+    text = card_of(hub)
+    assert "# Mine\n\nNo front matter here." in text
+    assert builds_of(hub)[0] in text
+    assert front_matter(text)["library_name"] == "editable_cache"
+    assert files_of(hub)["notes.txt"] == b"keep"
+
+
+@pytest.mark.parametrize(
+    "readme",
+    [
+        b"---\ntags: [a\n---\n# Mine\n",
+        b"---\n- a\n- b\n---\n# Mine\n",
+        b"---\nx: y\n---\n\xff\xfe\n",
+        b"---\na: b: c\n---\n",
+    ],
+    ids=["open list", "no mapping", "no UTF-8", "two colons"],
+)
+def test_a_card_that_cannot_be_read_is_left_alone(hub: HubServer, readme: bytes) -> None:
+    hub.create(SKILL, {"README.md": readme})
+    before = files_of(hub)
+    with pytest.raises(ArtifactError) as caught:
+        built()[1].push_to_hub(SKILL)
+    readable(caught.value, SKILL, "README.md", "repair or delete it")
+    assert files_of(hub) == before
+
+
+@pytest.mark.parametrize("tags", ["kv-cache", "[a, b]", "null"])
+def test_tags_of_any_form_stay(hub: HubServer, tags: str) -> None:
+    hub.create(SKILL, {"README.md": f"---\ntags: {tags}\n---\n# Mine\n".encode()})
+    built()[1].push_to_hub(SKILL)
+    found = set(front_matter(card_of(hub))["tags"])
+    wanted = {"kv-cache", "editable-cache", *({"a", "b"} if "a" in tags.split(",")[0] and "[" in tags else set())}
+    assert found == wanted
+
+
+def test_a_name_can_say_nothing_on_the_card_but_itself(hub: HubServer) -> None:
+    name = "a|b <script> [x](y) `c` {model} # d"
+    skill = Skill.precompile(built()[0], tiny_tokenizer(), TEXT, name=name)
+    skill.push_to_hub(SKILL, fidelity={"a|b": "<b>\n| c |"})
+    text = card_of(hub)
+    assert "<script>" not in text
+    assert "<b>" not in text
+    assert "{model}" in text
+    assert Skill.from_pretrained(SKILL).name == name
+
+
+# -- branches and pull requests
+
+
+def test_a_pull_request_is_read_and_main_is_not_touched(hub: HubServer) -> None:
+    model, skill = built()
+    skill.push_to_hub(SKILL)
+    before = files_of(hub)
+    other = built(seed=1)
+    address = other[1].push_to_hub(SKILL, create_pr=True)
+    assert address == f"{hub.url}/{SKILL}/discussions/1"
+    assert files_of(hub) == before
+    assert Skill.from_pretrained(SKILL, model=other[0], revision="refs/pr/1").equal_cells(other[1])
+    assert Skill.from_pretrained(SKILL, model=model, revision="refs/pr/1").equal_cells(skill)
+
+
+def test_a_branch_is_committed_to(hub: HubServer) -> None:
+    built()[1].push_to_hub(SKILL)
+    before = files_of(hub)
+    HfApi().create_branch(SKILL, branch="next")
+    other = built(seed=1)
+    other[1].push_to_hub(SKILL, revision="next", commit_message="by hand")
+    assert files_of(hub) == before
+    assert hub.repo(SKILL).resolve("next").title == "by hand"
+    assert Skill.from_pretrained(SKILL, model=other[0], revision="next").equal_cells(other[1])
+
+
+# -- failures
+
+FAULTS: list[tuple[str, dict[str, Any], str]] = [
+    ("commit_error", {"status": 500}, "answered 500"),
+    ("commit_error", {"status": 403}, "answered 403"),
+    ("cut_upload", {"after": 100, "times": 99}, SKILL),
+    ("status", {"path": "*/preupload/*", "status": 503, "times": 99}, SKILL),
+    ("status", {"path": "*/info/lfs/*", "status": 500, "times": 99}, SKILL),
+    ("unauthorized", {"path": "*/commit/*"}, "401"),
+]
+FAULT_IDS = ["commit 500", "commit 403", "upload cut", "preupload 503", "batch 500", "commit 401"]
+
+
+@pytest.mark.parametrize(("name", "options", "words"), FAULTS, ids=FAULT_IDS)
+def test_a_failed_push_leaves_nothing(hub: HubServer, name: str, options: dict[str, Any], words: str) -> None:
+    skill = built()[1]
+    hub.fault(name, **options)
+    with pytest.raises(ArtifactError) as caught:
+        skill.push_to_hub(SKILL)
+    readable(caught.value, SKILL, words)
+    assert hub.store.repos == {}
+    hub.clear_faults()
+    skill.push_to_hub(SKILL)  # control: it was the fault
+    assert len(builds_of(hub)) == 1
+
+
+@pytest.mark.parametrize(("name", "options", "words"), FAULTS, ids=FAULT_IDS)
+def test_a_failed_push_leaves_what_was_there(hub: HubServer, name: str, options: dict[str, Any], words: str) -> None:
+    built()[1].push_to_hub(SKILL)
+    before = hub.head(SKILL)
+    hub.fault(name, **options)
+    with pytest.raises(ArtifactError) as caught:
+        built(seed=1)[1].push_to_hub(SKILL)
+    readable(caught.value, SKILL, words)
+    assert hub.head(SKILL) == before
+
+
+def test_an_interrupt_leaves_nothing(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HfApi, "create_commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        built()[1].push_to_hub(SKILL)
+    assert hub.store.repos == {}
+
+
+def test_what_cannot_be_taken_back_is_told(hub: HubServer) -> None:
+    hub.fault("commit_error")
+    hub.fault("status", method="DELETE", status=500, times=99)
+    with pytest.raises(ArtifactError) as caught:
+        built()[1].push_to_hub(SKILL)
+    readable(caught.value, SKILL, "answered 500", "could not be taken back")
+
+
+def test_a_lost_answer_is_no_reason_to_delete(hub: HubServer) -> None:
+    model, skill = built()
+    hub.fault("lost_commit_answer")
+    with pytest.raises(ArtifactError) as caught:
+        skill.push_to_hub(SKILL)
+    readable(caught.value, SKILL, "look whether the skill is there")
+    assert Skill.from_pretrained(SKILL, model=model).equal_cells(skill)
+    before = files_of(hub)
+    skill.push_to_hub(SKILL)
+    assert files_of(hub) == before
+
+
+def test_of_two_who_commit_at_once_the_second_is_told(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    built()[1].push_to_hub(SKILL)
+    meanwhile(monkeypatch, lambda: hub.repo(SKILL).write({"theirs.txt": b"x"}))
+    with pytest.raises(ArtifactError) as caught:
+        built(seed=1)[1].push_to_hub(SKILL)
+    readable(caught.value, SKILL, "somebody else committed meanwhile")
+    assert "theirs.txt" in files_of(hub)
+    assert len(builds_of(hub)) == 1
+    built(seed=1)[1].push_to_hub(SKILL)
+    assert len(builds_of(hub)) == 2
+    assert "theirs.txt" in files_of(hub)
+
+
+def test_a_new_repository_that_somebody_fills_meanwhile_stays(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    meanwhile(monkeypatch, lambda: hub.repo(SKILL).write({"theirs.txt": b"x"}))
+    with pytest.raises(ArtifactError, match="could not be taken back"):
+        built()[1].push_to_hub(SKILL)
+    assert "theirs.txt" in files_of(hub)
+
+
+@pytest.mark.parametrize("token", ["hf_alicewrong", "hf_alice\nsecret", False])
+def test_who_may_not_push_is_told_and_no_token_is_shown(hub: HubServer, token: str | bool) -> None:
+    with pytest.raises(ArtifactError) as caught:
+        built()[1].push_to_hub(SKILL, token=token)
+    readable(caught.value, SKILL)
+    assert "secret" not in str(caught.value)
+    assert hub.store.repos == {}
+
+
+def test_the_repository_of_others_is_refused(hub: HubServer) -> None:
+    hub.create("others/skill")
+    for repo in ("others/skill", "others/new"):
+        with pytest.raises(ArtifactError) as caught:
+            built()[1].push_to_hub(repo)
+        readable(caught.value, repo, "403")
+    assert list(hub.store.repos) == [("model", "others/skill")]
+
+
+def test_a_private_skill_is_private(hub: HubServer) -> None:
+    model, skill = built()
+    skill.push_to_hub(SKILL, private=True)
+    assert hub.repo(SKILL).private
+    assert Skill.from_pretrained(SKILL, model=model).equal_cells(skill)
+
+
+def test_a_repository_takes_no_more_builds_than_a_reader_does(hub: HubServer) -> None:
+    hub.create(SKILL, {f"builds/b{idx}/manifest.json": b"{}" for idx in range(256)})
+    before = files_of(hub)
+    with pytest.raises(ArtifactError, match="at most 256 builds"):
+        built()[1].push_to_hub(SKILL)
+    assert files_of(hub) == before
