@@ -58,7 +58,9 @@ def compile_skill(scene: Scene) -> Skill:
         compiled = Skill.precompile(scene.model, scene.tokenizer, text, name="refund-policy")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         compiled.save_pretrained(folder)
-        skill = Skill.from_pretrained(folder, model=scene.model, tokenizer=scene.tokenizer)
+        skill = Skill.from_pretrained(  # our own, and meant: the system turn of a chat
+            folder, model=scene.model, tokenizer=scene.tokenizer, control_tokens="allow"
+        )
         files = ", ".join(sorted(os.listdir(folder)))
     console.print(
         f"{type(scene.model).__name__}, {torch.get_num_threads()} threads. The policy was computed once, alone, "

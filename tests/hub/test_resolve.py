@@ -237,9 +237,12 @@ def test_what_is_not_there_is_named(hub: HubServer, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as caught:
         Skill.from_pretrained(SKILL, model=model)
     readable(caught.value, SKILL, "no such file", "builds/llama-float32-")
-    with pytest.raises(ArtifactError, match="expected a folder written by save_pretrained"):
-        Skill.from_pretrained(tmp_path / "nothing", model=model)
+    for nothing in (tmp_path / "nothing", "nothing", "x" * 300, "a\0b"):
+        with pytest.raises(ArtifactError, match="no such folder, and no repository on the Hub"):
+            Skill.from_pretrained(nothing, model=model)
     assert not (tmp_path / "nothing").exists()
+    with pytest.raises(ArtifactError, match="expected a folder written by save_pretrained"):
+        Skill.from_pretrained(tmp_path, model=model)
 
 
 @pytest.mark.parametrize("status", [500, 503])
