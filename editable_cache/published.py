@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from editable_cache.adapters import identify, rounded_digest, special_tokens
 from editable_cache.chunk import KVChunk
 from editable_cache.errors import ArtifactError, CompatibilityError, TrustWarning
+from editable_cache.forward.text import adds_bos
 from editable_cache.forward.verify_chunk import ChunkVerification, verify_chunk
 from editable_cache.hub.build import Build
 from editable_cache.hub.chunk_store import load_chunk, save_chunk
@@ -35,6 +36,7 @@ class PublishedChunk(KVChunk):
     """A named chunk with the text it was compiled from (for people; the ids are the truth)."""
 
     text: str | None = None
+    _of_images: ClassVar[bool] = False
 
     def save_pretrained(self, folder: str | Path, *, storage: Storage = "original") -> None:
         """Write the chunk to a folder: one safetensors file and one JSON manifest (docs/skill-format.md).
@@ -94,10 +96,17 @@ class PublishedChunk(KVChunk):
         Warns:
             TrustWarning: if the chunk holds control tokens, or if its text is not what its ids say.
         """
+        if control_tokens not in ("warn", "allow", "refuse"):
+            raise CompatibilityError(
+                f"from_pretrained: expected control_tokens= 'warn', 'allow' or 'refuse', got {control_tokens!r:.80}."
+            )
         identity = None if model is None else identify(model, tokenizer)
         wanted = _dtype_name(dtype, identity.dtype if identity is not None else None)
         remote, snapshot = None, Path(source)
-        if not _is_there(snapshot):
+        if _is_there(snapshot):
+            if revision is not None:
+                raise ArtifactError(f"{source}: a folder has no revisions; expected none, got {revision!r:.80}.")
+        else:
             if not is_repo_id(source):
                 raise ArtifactError(
                     f"{str(source)!r:.200}: no such folder, and no repository on the Hub ('organization/name')."
@@ -115,7 +124,7 @@ class PublishedChunk(KVChunk):
             chunk, facts = load_chunk(chosen.build, exact=exact)
         if chosen.reasons and identity is not None:
             chunk = converted(chunk, replace(identity, tokenizer=chunk.model.tokenizer))
-        _report_trust(facts, tokenizer, str(source), control_tokens)
+        _report_trust(facts, tokenizer, str(source), control_tokens, of_images=cls._of_images)
         return cls._of(chunk, facts.text)
 
     def push_to_hub(
@@ -130,6 +139,7 @@ class PublishedChunk(KVChunk):
         license: str | None = None,
         fidelity: Mapping[str, Any] | None = None,
         storage: Storage = "original",
+        replace: bool = False,
     ) -> str:
         """Publish the chunk on the Hub: a build for its model and a card, in one commit.
 
@@ -142,6 +152,7 @@ class PublishedChunk(KVChunk):
             license: identifier of a licence on the Hub (``"apache-2.0"``), for the card.
             fidelity: measured figures by name, for the card.
             storage: as in ``save_pretrained``.
+            replace: delete the builds that were compiled from another text, in the same commit, instead of refusing.
 
         Returns:
             The address of the commit, or of the pull request.
@@ -151,7 +162,7 @@ class PublishedChunk(KVChunk):
         """
         from editable_cache.hub.publish import Upload, publish
 
-        how = Upload(private, token, revision, create_pr, commit_message, license, fidelity, storage)
+        how = Upload(private, token, revision, create_pr, commit_message, license, fidelity, storage, replace)
         return publish(self, self.text, repo_id, how)
 
     def verify(
@@ -178,8 +189,24 @@ class PublishedChunk(KVChunk):
         """Tokens that control a model, of the chunk or of the prefix that it was compiled behind (negative slots): by
         the given tokenizer, or by what the chunk itself names.
         """
-        special = special_tokens(tokenizer) or dict(self.origin.special_ids)
-        return control_tokens_in(self.token_ids, self.provenance, special)
+        return control_tokens_of(self, tokenizer)
+
+    @classmethod
+    def from_chunk(cls, chunk: KVChunk, *, name: str | None = None, text: str | None = None) -> Self:
+        """A chunk that was cut out of a cache (``EditableCache.extract``) or of another chunk, to be saved and
+        published.
+
+        Shares storage with ``chunk``. What stood before it goes along in its provenance: don't publish a private
+        context.
+
+        Args:
+            name: what it is called; the chunk's own name by default.
+            text: for people; it should be what the ids say.
+
+        Raises:
+            CompatibilityError: without a name that can be stored.
+        """
+        return cls._of(chunk if name is None else chunk.renamed(name), text)
 
     @classmethod
     def _of(cls, chunk: KVChunk, text: str | None) -> Self:
@@ -207,9 +234,16 @@ def _dtype_name(dtype: torch.dtype | str | None, of_model: str | None) -> str | 
     return name
 
 
-def _report_trust(build: Build, tokenizer: Any, source: str, how: str) -> None:
-    special = special_tokens(tokenizer) or dict(build.origin.special_ids)
-    found = control_tokens_in(build.token_ids, build.provenance, special)
+def control_tokens_of(chunk: KVChunk | Build, tokenizer: Any) -> tuple[ControlToken, ...]:
+    """Control tokens of a chunk, as ``PublishedChunk.control_tokens`` gives them, without its cells."""
+    if tokenizer is None:
+        return control_tokens_in(chunk.token_ids, chunk.provenance, dict(chunk.origin.special_ids))
+    bos = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    return control_tokens_in(chunk.token_ids, chunk.provenance, special_tokens(tokenizer), bos)
+
+
+def _report_trust(build: Build, tokenizer: Any, source: str, how: str, *, of_images: bool) -> None:
+    found = control_tokens_of(build, tokenizer)
     if found and how != "allow":
         shown = ", ".join(f"{each.text!r} at {each.slot}" for each in found[:5])
         behind = "; below 0 it was compiled behind them" if found[0].slot < 0 else ""
@@ -220,8 +254,8 @@ def _report_trust(build: Build, tokenizer: Any, source: str, how: str) -> None:
         if how == "refuse":
             raise CompatibilityError(message)
         warnings.warn(message, TrustWarning, stacklevel=3)
-    if tokenizer is None or build.text is None or build.images or build.provenance.parts:
-        return
+    if tokenizer is None or build.text is None or (of_images and build.images):
+        return  # an image's text shows one mark where the ids have a placeholder for each of its tokens
     if tokenizer(build.text, add_special_tokens=False)["input_ids"] != build.token_ids.tolist():
         warnings.warn(
             f"{source}: its text is not what its ids say. The ids are the truth: read "

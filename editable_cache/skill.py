@@ -132,6 +132,8 @@ class Skill(PublishedChunk):
         """Write the skill as a PEFT cartridge, which ``PeftModel.from_pretrained(base_model, folder)`` loads.
 
         Its keys are turned to positions 0 to ``len(self) - 1``; ids, text and provenance are not part of that format.
+        PEFT 0.21's own ``generate`` drops a cartridge with transformers 5.24, because it passes the cache under its old
+        name; its ``forward`` reads it.
 
         Raises:
             CompatibilityError: if the format can't hold the cells: latent attention, keys of indexers, layers of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ class VisionChunk(PublishedChunk):
     ``images`` holds a digest of the pixels: the placeholder ids of all images are equal, their cells are not. A prompt
     that carries another image than the cache is refused. Saved without the pixels.
     """
+
+    _of_images: ClassVar[bool] = True
 
     @classmethod
     def precompile(

@@ -40,7 +40,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "spec": set(),
     "chunk": {"torch"},
     "ops": {"torch"},
-    "adapters": {"torch", "transformers", "peft"},
+    "adapters": {"torch", "transformers", "peft", "huggingface_hub"},
     "cache": {"torch", "transformers"},
     "forward": {"torch", "transformers", "tqdm"},
     "hub": {"torch", "safetensors", "huggingface_hub", "peft"},

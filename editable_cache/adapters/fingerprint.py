@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from editable_cache.adapters import host
 from editable_cache.adapters.rope_types import renewed_buffers
+from editable_cache.adapters.tokenizer import tokenizer_digest
 from editable_cache.adapters.weights import contents, form, plain, stored
 from editable_cache.adapters.wrappers import inner_model, tuner_layers
 from editable_cache.errors import UnsupportedModelError
@@ -29,42 +31,100 @@ from editable_cache.spec import ModelIdentity
 NEUTRAL_CONFIG_FIELDS = frozenset(
     {
         "_name_or_path",
+        "activation_dropout",
+        "activation_dropout_prob",
         "architectures",
         "attention_dropout",
+        "attention_dropout_prob",
+        "attention_probs_dropout_prob",
+        "attn_dropout",
+        "attn_pdrop",
+        "auto_map",
+        "aux_loss_alpha",
+        "bad_words_ids",
+        "begin_suppress_tokens",
         "bos_token_id",
         "chunk_size_feed_forward",
+        "classifier_dropout",
+        "classifier_dropout_prob",
         "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "dropout",
         "dtype",
+        "early_stopping",
+        "embd_pdrop",
+        "embedding_dropout",
+        "encoder_no_repeat_ngram_size",
         "eos_token_id",
+        "exponential_decay_length_penalty",
+        "ffn_dropout",
         "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
         "gguf_file",
+        "gradient_checkpointing",
+        "hidden_dropout",
+        "hidden_dropout_prob",
         "id2label",
         "initializer_range",
         "is_decoder",
+        "keys_to_ignore_at_inference",
         "label2id",
+        "layerdrop",
+        "length_penalty",
+        "max_length",
+        "min_length",
         "name_or_path",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
         "num_labels",
+        "num_return_sequences",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
+        "output_scores",
         "pad_token_id",
         "prefix",
         "problem_type",
         "quantization_config",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "resid_dropout",
+        "resid_pdrop",
+        "residual_dropout",
         "return_dict",
+        "return_dict_in_generate",
+        "router_aux_loss_coef",
+        "router_z_loss_coef",
         "sep_token_id",
+        "seq_aux",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
         "tie_word_embeddings",
         "tokenizer_class",
+        "top_k",
+        "top_p",
         "torch_dtype",
         "transformers_version",
+        "typical_p",
+        "unsloth_fixed",
+        "unsloth_version",
         "use_cache",
         "_attn_implementation",
         "_experts_implementation",
     }
 )
-"""Config fields that cannot change a key or a value; every other field, known or not, counts."""
+"""Config fields that cannot change a key or a value in evaluation mode: dropout rates, losses, defaults of generation,
+bookkeeping. Every other field, known or not, counts.
+"""
 
 
 PATHS = ("_name_or_path", "name_or_path")
+ABSOLUTE = re.compile(r"[/~\\]|[A-Za-z]:[/\\]|file:", re.IGNORECASE)
+"""How a text starts that names a place on a machine."""
 
 
 class _Known(NamedTuple):
@@ -100,7 +160,6 @@ _first_elements: weakref.WeakKeyDictionary[nn.Module, _FirstElements] = weakref.
 _contents: weakref.WeakKeyDictionary[nn.Module, dict[WeightsState, tuple[str, str]]] = weakref.WeakKeyDictionary()
 _identities: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 _rounded: weakref.WeakKeyDictionary[nn.Module, tuple[WeightsState, str]] = weakref.WeakKeyDictionary()
-_tokenizers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def identify(model: nn.Module, tokenizer: Any = None, *, state: WeightsState | None = None) -> ModelIdentity:
@@ -213,19 +272,6 @@ def _measure(model: nn.Module) -> ModelIdentity:
     )
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Digest of what maps text to ids."""
-    try:
-        return _tokenizers[tokenizer]
-    except KeyError:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        maps = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-        # left behind by the last call with padding= or truncation=
-        content = json.dumps({key: maps[key] for key in maps if key not in ("padding", "truncation")}, sort_keys=True)
-        _tokenizers[tokenizer] = hashlib.sha256(content.encode()).hexdigest()[:16]
-        return _tokenizers[tokenizer]
-
-
 def rounded_digest(model: nn.Module) -> str:
     """Digest of the weights rounded to bfloat16: equal for one set of weights in several dtypes.
 
@@ -257,11 +303,15 @@ def _config_json(model: nn.Module) -> str:
 
 
 def _plain_json(value: Any) -> Any:
-    """Without the names of folders that nested configs were loaded from; infinities, which JSON lacks, as text."""
+    """Without the names of folders that nested configs were loaded from and of files anywhere, which change no key and
+    tell where things lie here; infinities, which JSON lacks, as text.
+    """
     if isinstance(value, dict):
         return {key: _plain_json(each) for key, each in value.items() if key not in PATHS}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, str) and ABSOLUTE.match(value):
+        return ""
     return [_plain_json(each) for each in value] if isinstance(value, list) else value
 
 

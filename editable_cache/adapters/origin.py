@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+from pathlib import Path
 from typing import Any, TypedDict
 
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 from torch import Tensor, nn
 
 from editable_cache.adapters.fingerprint import identify, rounded_digest
 from editable_cache.adapters.probe import measured
+from editable_cache.adapters.special import special_tokens
 from editable_cache.adapters.wrappers import inner_model, tuner_layers
 from editable_cache.spec import LayerSpec, ModelIdentity, Origin
 
 LIBRARIES = ("editable-cache", "torch", "transformers", "peft")
+MODEL_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 
@@ -48,19 +53,17 @@ def origin(model: nn.Module, tokenizer: Any, ids: Tensor) -> Origin:
     )
 
 
-def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The tokens of a tokenizer that control a model instead of being text, by id."""
-    if tokenizer is None:
-        return {}
-    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    found = {idx: str(token) for idx, token in added.items() if token.special}
-    return found | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-
-
 def _repository(name: Any) -> str:
-    """``name`` if it can be one of the Hub's: a folder's name tells strangers nothing but where things lie here."""
-    fits = isinstance(name, str) and REPOSITORY.fullmatch(name) is not None and not os.path.exists(name)
-    return name if fits else ""
+    """``name`` if files of that repository were downloaded: from elsewhere, a folder's name looks just like one."""
+    if not isinstance(name, str) or REPOSITORY.fullmatch(name) is None or os.path.exists(name):
+        return ""
+    return name if any(_is_downloaded(name, file) for file in MODEL_FILES) else ""
+
+
+def _is_downloaded(repository: str, file: str) -> bool:
+    """Whether a file of a repository is in the Hub's cache, at any commit."""
+    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
+    return next(folder.glob(f"snapshots/*/{file}"), None) is not None
 
 
 def _adapters(model: nn.Module) -> tuple[tuple[str, float], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ class Compressed:
     def __post_init__(self) -> None:
         frozen = {layer_idx: MappingProxyType(dict(tensors)) for layer_idx, tensors in self.layers.items()}
         object.__setattr__(self, "layers", MappingProxyType(frozen))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Compressed, ({layer_idx: dict(tensors) for layer_idx, tensors in self.layers.items()},)
 
     @property
     def nbytes(self) -> int:

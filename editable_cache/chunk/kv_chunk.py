@@ -91,6 +91,11 @@ class KVChunk:
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For ``copy.deepcopy`` and for sending a chunk to another process; files hold no pickles."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return _rebuilt, (type(self), {**values, "layers": tuple(map(dict, self.layers))})
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name or 'unnamed'}, {len(self)} tokens, {self.provenance.how})"
 
@@ -228,3 +233,7 @@ class KVChunk:
     def _derived(self, **changes: Any) -> KVChunk:
         values = {each.name: getattr(self, each.name) for each in fields(KVChunk)}
         return KVChunk(**{**values, **changes})
+
+
+def _rebuilt(kind: type[KVChunk], values: dict[str, Any]) -> KVChunk:
+    return kind(**values)

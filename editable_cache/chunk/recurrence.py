@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from editable_cache.chunk.transition import Transition
 from editable_cache.errors import SpanError
@@ -31,6 +32,9 @@ class Recurrence:
         if self.head < 1 or self.tail < 0:
             raise SpanError(f"A recurrence needs a head of at least 1 live token, got {self.head} and {self.tail}.")
         object.__setattr__(self, "transitions", MappingProxyType(dict(self.transitions)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recurrence, (self.head, self.tail, dict(self.transitions))
 
     @property
     def nbytes(self) -> int:

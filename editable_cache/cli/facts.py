@@ -43,10 +43,8 @@ def candidate_json(candidate: Candidate, tokenizer: Any, *, asked: bool, charact
 
 def build_json(build: Build, tokenizer: Any, characters: int) -> dict[str, Any]:
     """Everything that a build says about itself but its ids and the whole of its text."""
-    from editable_cache.adapters import special_tokens
-    from editable_cache.hub.trust import control_tokens
+    from editable_cache.published import control_tokens_of
 
-    special = special_tokens(tokenizer) or dict(build.origin.special_ids)
     ids, origin, provenance = build.token_ids, build.origin, build.provenance
     decoded, prefix = (_decoded(tokenizer, each, characters) for each in (ids.tolist(), provenance.prefix_ids))
     return {
@@ -90,7 +88,7 @@ def build_json(build: Build, tokenizer: Any, characters: int) -> dict[str, Any]:
                 for part in provenance.parts
             ],
         },
-        "control_tokens": [token._asdict() for token in control_tokens(ids, provenance, special)],
+        "control_tokens": [token._asdict() for token in control_tokens_of(build, tokenizer)],
         "text_tail": None if build.text is None else tail(build.text, characters),
         "decoded_tail": decoded,
         "prefix_tail": prefix,

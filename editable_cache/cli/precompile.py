@@ -50,6 +50,13 @@ def precompile(
     What the folder held before stays valid until the end. Exit code 0 if it was written, else 2.
     """
     with command(as_json) as screen:
+        from editable_cache.hub.schema import NAME, is_name
+
+        title = name if name is not None else "skill" if textfile == "-" else Path(textfile).stem
+        if not is_name(title):
+            raise SpanError(f"precompile: expected a name of {NAME}, got {title!r:.80}; say another with --name.")
+        if out.exists() and not out.is_dir():
+            raise ArtifactError(f"{out}: expected a folder, or nothing yet, got a file; choose another with -o.")
         text = _read(textfile)
         options = ModelOptions(model, adapter, dtype, device, model_revision, trust_remote_code)
         loaded = load_model(screen, options)
@@ -57,7 +64,6 @@ def precompile(
         from editable_cache.hub.build import open_build
         from editable_cache.skill import Skill
 
-        title = name or ("skill" if textfile == "-" else Path(textfile).stem)
         tokens = len(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
         start = time.perf_counter()
         # From so many forwards on the library shows its own bar.

@@ -26,6 +26,9 @@ YES, NO, ERROR, INTERRUPTED = 0, 1, 2, 130
 WIDTH = 120
 """Columns where nobody looks: in pipes and files."""
 
+MOST_MESSAGE = 500
+"""Characters shown of an error that comes from elsewhere."""
+
 STEERING = ("C", "Zl", "Zp")
 """Categories of Unicode that can move a cursor, turn the direction of writing or break a line."""
 
@@ -70,9 +73,14 @@ class Screen:
         """One line on stderr."""
         self._errors.print(shown(text), soft_wrap=True)
 
-    def fail(self, error: Exception) -> None:
-        """Say on stderr what went wrong: one red line, and each reason on a line of its own."""
+    def fail(self, error: Exception, kind: str = "") -> None:
+        """Say on stderr what went wrong: one red line, and each reason on a line of its own.
+
+        With a ``kind`` all is one line, which names it, shortened: nobody wrote that message for this program.
+        """
         first, *rest = str(error).splitlines() or [type(error).__name__]
+        if kind:
+            first, rest = f"{kind}: {' '.join(str(error).split())[:MOST_MESSAGE]}", []
         self._errors.print("error: " + shown(first), style="red", soft_wrap=True)
         for line in rest:
             self._errors.print(shown(line), soft_wrap=True)
@@ -114,7 +122,7 @@ class Screen:
 
 @contextmanager
 def command(as_json: bool) -> Iterator[Screen]:
-    """Run a command: errors of the library and of files become a message and an exit code, never a traceback."""
+    """Run a command: whatever it raises but a usage error becomes a message and exit code 2, never a traceback."""
     _never_fail_to_print()
     screen = Screen(as_json, sys.stdout)
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):  # stdout is for the answer alone
@@ -126,6 +134,10 @@ def command(as_json: bool) -> Iterator[Screen]:
             yield screen
         except (EditableCacheError, OSError) as error:
             screen.fail(error)
+        except (typer.BadParameter, typer.Exit, typer.Abort):  # a usage error, or an end that was asked for
+            raise
+        except Exception as error:  # of torch, of a model's code: a message, not a stack of calls
+            screen.fail(error, kind=type(error).__name__)
         except KeyboardInterrupt:
             screen.note("interrupted")
             screen.code = INTERRUPTED

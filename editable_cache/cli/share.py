@@ -44,6 +44,7 @@ PushedStorage = Annotated[
     Storages | None,
     typer.Option("--storage", help="Store the cells so; as they are by default.", show_default=False),
 ]
+Replace = Annotated[bool, typer.Option("--replace", help="Delete builds of another text in the same commit.")]
 Again = Annotated[bool, typer.Option("--force-download", help="Download again what was downloaded before.")]
 
 
@@ -57,6 +58,7 @@ def push(
     license_id: License = None,
     message: Message = None,
     storage: PushedStorage = None,
+    replaces: Replace = False,
     as_json: Json = False,
 ) -> None:
     """Publish a skill on the Hub: one build and a card, in one commit.
@@ -83,6 +85,7 @@ def push(
                 commit_message=message,
                 license=license_id,
                 storage=stored,
+                replace=replaces,
             )
         label = label_of(replace(source, storage=stored))
         facts = {"ok": True, "repo_id": repo_id, "build": label, "storage": stored, "url": url}
@@ -105,8 +108,8 @@ def pull(
 ) -> None:
     """Copy a skill from the Hub into a folder: all builds, the one named by --build, or the one that fits --model.
 
-    The folder must be new or empty. It holds files of its own, no links, and appears only when all of them are there
-    and have the digests that their manifests say. Exit code 0 if it was written, else 2.
+    The folder must be new or empty, and not the current one. It holds files of its own, no links, and appears only when
+    all of them are there and have the digests that their manifests say. Exit code 0 if it was written, else 2.
     """
     with command(as_json) as screen:
         _require_room(out)
@@ -140,7 +143,7 @@ def pull(
             "folder": str(out),
             "builds": [{"build": wanted[key].label, "bytes": b.payload.num_bytes} for key, b in builds.items()],
         }
-        told = [f"{out}: {len(builds)} builds of {repo_id} at commit {commit[:12]}"]
+        told = [f"{out}: {len(builds)} build{'s'[: len(builds) != 1]} of {repo_id} at commit {commit[:12]}"]
         told += [f"  {each['build']}, {size(each['bytes'])}" for each in facts["builds"]]
         screen.answer(facts, map(line, told))
 
@@ -148,6 +151,8 @@ def pull(
 def _require_room(out: Path) -> None:
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ArtifactError(f"{out}: expected a new or empty folder; remove it, or choose another with -o.")
+    if out.exists() and out.samefile("."):  # put in its place at once, it would not be where the shell stands
+        raise ArtifactError(f"{out}: expected a new folder, got the current one; name one to make here with -o.")
 
 
 def _copy(builds: dict[str, Build], out: Path) -> None:

@@ -15,6 +15,12 @@ TAGS = ("editable-cache", "kv-cache")
 LIBRARY = "editable_cache"
 START, STOP = "<!-- editable-cache:builds -->", "<!-- /editable-cache:builds -->"
 
+OURS = re.compile(f"{START}(?:(?!{START}).)*?{STOP}", re.S)
+"""From the last mark of a start in front of one of a stop: a mark that stands alone takes nothing with it."""
+
+UNKNOWN_MODEL = "# the/model: the repository or folder of the model that it was compiled for, see the table of builds\n"
+ADAPTER = "# Load the adapter of the build into the model here (PEFT): the skill was compiled with it, see the table.\n"
+
 TEMPLATE = """# {name}
 
 A *skill*: the keys and values of a text, computed once by a language model. `editable_cache` puts it into any
@@ -27,8 +33,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from editable_cache import EditableCache, Skill
 
-model = AutoModelForCausalLM.from_pretrained("{model}")
-tokenizer = AutoTokenizer.from_pretrained("{model}")
+{model_note}model = AutoModelForCausalLM.from_pretrained("{model}")
+{adapter_note}tokenizer = AutoTokenizer.from_pretrained("{model}")
 skill = Skill.from_pretrained("{repo_id}", model=model, tokenizer=tokenizer)
 
 cache = EditableCache(model, tokenizer=tokenizer)
@@ -56,12 +62,14 @@ def card(
     fidelity: Mapping[str, Any] | None,
     license: str | None,
     old: ModelCard | None,
+    keep_fidelity: bool,
 ) -> ModelCard:
     """The card of a repository that holds ``builds``; of an old card everything stays but tags and the part of ours.
 
     Args:
         fidelity: measured figures by name, shown as a table.
         license: identifier of the Hub (``"apache-2.0"``).
+        keep_fidelity: without ``fidelity``, keep the table of the old card: its figures are still of these builds.
     """
     repos = [each.build.origin.repo for each in builds if each.build is not None]
     models = list(dict.fromkeys(filter(None, repos)))
@@ -74,17 +82,19 @@ def card(
         data.license = license
     section = f"{START}\n{_builds_section(builds, fidelity)}\n{STOP}"
     if old is None:
+        shown = next((each.build for each in builds if each.build and each.build.origin.repo in (models or [""])), None)
         body = TEMPLATE.format(
             name=_plain(name),
             repo_id=repo_id,
             model=(models or ["the/model"])[0],
+            model_note="" if models else UNKNOWN_MODEL,
+            adapter_note=ADAPTER if shown is not None and shown.origin.adapters else "",
             builds=section,
             argument=CACHE_OF_GENERATE,
         )
-    elif START in old.text and STOP in old.text:
-        kept = "" if fidelity is not None else _old_fidelity(old.text)
-        whole = section.replace(STOP, f"{kept}{STOP}") if kept else section
-        body = re.sub(f"{re.escape(START)}.*?{re.escape(STOP)}", lambda _: whole, old.text, count=1, flags=re.S)
+    elif ours := OURS.search(old.text):
+        kept = _old_fidelity(ours[0]) if fidelity is None and keep_fidelity else ""
+        body = old.text[: ours.start()] + section.removesuffix(STOP) + kept + STOP + old.text[ours.end() :]
     else:
         body = f"{old.text.rstrip()}\n\n{section}\n"
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body.lstrip()}")
@@ -96,12 +106,18 @@ def _builds_section(builds: Sequence[Candidate], fidelity: Mapping[str, Any] | N
     for each in builds:
         build = each.build
         if build is not None:
-            size = f"{build.payload.num_bytes / 2**20:.1f} MiB"
             model = build.origin.repo or build.model.model_type
+            for adapter, scale in build.origin.adapters:
+                model += f" + adapter {adapter} (scale {scale:g})"
             how = (build.provenance, build.origin.attention)
+            size = _size(build.payload.num_bytes)
             cells = (each.label, model, build.model.dtype, build.storage, len(build), size, *how)
             rows.append("| " + " | ".join(_plain(str(cell)) for cell in cells) + " |")
     return "\n".join(rows + _fidelity_rows(fidelity))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
 def _fidelity_rows(fidelity: Mapping[str, Any] | None) -> list[str]:
@@ -114,8 +130,9 @@ def _fidelity_rows(fidelity: Mapping[str, Any] | None) -> list[str]:
 FIDELITY = "## Fidelity"
 
 
-def _old_fidelity(text: str) -> str:
-    inside = text.split(START, 1)[1].split(STOP, 1)[0]
+def _old_fidelity(section: str) -> str:
+    """The table of an old section, up to its last mark."""
+    inside = section.removesuffix(STOP)
     return f"\n{FIDELITY}{inside.split(FIDELITY, 1)[1]}" if FIDELITY in inside else ""
 
 

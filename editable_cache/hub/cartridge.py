@@ -2,7 +2,8 @@
 
 A folder holds ``adapter_config.json`` and ``adapter_model.safetensors`` with one tensor ``prompt_embeddings``
 ``[num_tokens, num_layers * 2 * num_heads * head_dim]``: for each token the key, then the value, of every layer, keys
-turned to positions 0 to ``num_tokens - 1``.
+turned to positions 0 to ``num_tokens - 1``. PEFT 0.21's own ``generate`` drops a cartridge with transformers
+5.24, because it passes the cache under its old name; its ``forward`` reads it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from editable_cache.hub.build import INDEX, Build, chunk_facts, open_build
 from editable_cache.hub.folder import write_folder
 from editable_cache.hub.payload import read_payload
 from editable_cache.hub.schema import WORD
-from editable_cache.hub.storage import pack, unpack
+from editable_cache.hub.storage import STORAGES, pack, unpack
 from editable_cache.ops.quantize import Storage
 
 PARTS = ("factor", "offset", "conv")
@@ -27,9 +27,11 @@ def save_chunk(chunk: KVChunk, folder: str | Path, *, text: str | None = None, s
 
     Raises:
         ArtifactError: if the folder can't be written, or nobody could read it again: a name that can't be stored, more
-            than a million tokens, or more of anything than the format allows.
+            than a million tokens, an unknown storage, or more of anything than the format allows.
         SpanError: if cells that are not finite are to be stored in 8 bits.
     """
+    if storage not in STORAGES:
+        raise ArtifactError(f"storage: expected one of {list(STORAGES)}, got {storage!r:.80}.")
     facts = chunk_facts(chunk, text=text, storage=storage)
     tensors = pack(chunk.layers, storage)
     transitions = {} if chunk.recurrence is None else chunk.recurrence.transitions

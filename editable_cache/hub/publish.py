@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,7 +14,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 
 from editable_cache.chunk import KVChunk
-from editable_cache.errors import ArtifactError
+from editable_cache.errors import ArtifactError, CompatibilityError
 from editable_cache.hub.build import Build, open_build
 from editable_cache.hub.card import TAGS, card
 from editable_cache.hub.chunk_store import save_chunk
@@ -21,13 +22,16 @@ from editable_cache.hub.manifest import MANIFEST
 from editable_cache.hub.remote import MANIFESTS, Repository, hub_errors, is_repo_id, said
 from editable_cache.hub.resolve import BUILDS, MOST_BUILDS, Candidate, build_folders, candidates, label_of
 from editable_cache.ops.quantize import Storage
+from editable_cache.spec import compare
 
 README = "README.md"
+STORED, CONVERTED = re.compile(r"\bstored as (int8|fp8)\b"), re.compile(r"\bconverted from \w+ to \w+")
+"""What the notes of a chunk say whose cells are not those that a model computed."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """How to publish; every attribute but the last three is what huggingface_hub calls so.
+    """How to publish; every attribute but the last four is what huggingface_hub calls so.
 
     Attributes:
         private: of a repository that is made; the owner's default if None.
@@ -38,6 +42,7 @@ class Upload:
         license: identifier of a licence on the Hub, for the card.
         fidelity: measured figures by name, for the card.
         storage: how the cells are stored.
+        replace: delete the builds that were compiled from another text.
     """
 
     private: bool | None = None
@@ -48,6 +53,7 @@ class Upload:
     license: str | None = None
     fidelity: Mapping[str, Any] | None = None
     storage: Storage = "original"
+    replace: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,11 +83,19 @@ def publish(chunk: KVChunk, text: str | None, repo_id: str, how: Upload) -> str:
     A build of the same model, dtype and storage is replaced. Returns the address of the commit or pull request.
 
     Raises:
+        CompatibilityError: if the cells are not those that the model computed: they were rounded to 8 bits and are to
+            be stored otherwise now, or they were converted from another dtype.
         ArtifactError: if anything fails; the repository is then as before, and does not exist if it did not, unless
             the Hub committed and its answer was lost.
     """
     if not is_repo_id(repo_id):
         raise ArtifactError(f"push_to_hub: expected a repository 'organization/name', got {repo_id!r:.120}.")
+    if how.fidelity is not None and not isinstance(how.fidelity, Mapping):
+        raise ArtifactError(
+            f"push_to_hub: expected fidelity as a mapping of names to figures, got {type(how.fidelity).__name__}; pass "
+            '{"cosine of logits": 0.9998}.'
+        )
+    _require_as_computed(chunk, how.storage)
     api = HfApi(token=how.token)
     with TemporaryDirectory() as scratch, hub_errors(repo_id):
         folder = Path(scratch)
@@ -117,13 +131,25 @@ def _commit(api: HfApi, chunk: KVChunk, folder: Path, repo_id: str, how: Upload)
     head = api.model_info(repo_id, revision=how.revision)
     files = [each.rfilename for each in head.siblings or []]
     there = _builds(repo_id, files, head.sha, how)
-    _require_same_skill(repo_id, there, label, build)
-    shown = sorted([*(each for each in there if each.label != label), Candidate(label, build)], key=lambda c: c.label)
-    old = _card(Path(api.hf_hub_download(repo_id, README, revision=head.sha)), repo_id) if README in files else None
-    page = card(repo_id, chunk.name or repo_id, shown, fidelity=how.fidelity, license=how.license, old=old)
-    place = f"{BUILDS}/{label}"
+    others = _others(repo_id, there, label, build, replace=how.replace)
+    staying = {each.label for each in others}
+    shown = sorted([*others, Candidate(label, build)], key=lambda c: c.label)
     payload = build.payload.path.name
-    gone = [name for name in files if name.startswith(f"{place}/") and name.split("/")[-1] not in (payload, MANIFEST)]
+    out = [each for each in there if each.label not in staying and not _has_cells(each, payload)]
+    old = _card(Path(api.hf_hub_download(repo_id, README, revision=head.sha)), repo_id) if README in files else None
+    page = card(
+        repo_id,
+        chunk.name or repo_id,
+        shown,
+        fidelity=how.fidelity,
+        license=how.license,
+        old=old,
+        keep_fidelity=not out,
+    )
+    place = f"{BUILDS}/{label}"
+    kept = (f"{place}/{payload}", f"{place}/{MANIFEST}")
+    places = tuple(f"{BUILDS}/{name}/" for name in {label, *(each.label for each in there)} - staying)
+    gone = [name for name in files if name.startswith(places) and name not in kept]
     commit = api.create_commit(
         repo_id,
         operations=[
@@ -148,10 +174,39 @@ def _builds(repo_id: str, files: list[str], sha: str | None, how: Upload) -> lis
     return list(candidates(build_folders(snapshot, of_hub=True), None, str))
 
 
-def _require_same_skill(repo_id: str, there: list[Candidate], label: str, build: Build) -> None:
-    """Refuse to put one skill among the builds of another, or one model in the place of another."""
-    if label not in [each.label for each in there] and len(there) >= MOST_BUILDS:
-        raise ArtifactError(f"{repo_id}: expected at most {MOST_BUILDS} builds, got one more; delete some.")
+def _has_cells(there: Candidate, payload: str) -> bool:
+    """Whether a build holds the cells of this payload, whose name carries its digest."""
+    return there.build is not None and there.build.payload.path.name == payload
+
+
+def _require_as_computed(chunk: KVChunk, storage: Storage) -> None:
+    """Refuse cells that were rounded: they would take the place of those that the model computed.
+
+    The cells of a trained prefix may be converted: no model computed them.
+    """
+    notes = "; ".join([chunk.provenance.note, *(part.note for part in chunk.provenance.parts)])
+    for rounded in STORED.findall(notes):
+        if rounded != storage:
+            raise CompatibilityError(
+                f"push_to_hub: {chunk!r}: its cells, or those of a part, were rounded to {rounded} when they were "
+                f"stored, and are to be stored as {storage!r}: pass storage={rounded!r}, or push the skill it came "
+                "from."
+            )
+    found = CONVERTED.search(notes)
+    if found is not None and chunk.provenance.how != "trained":
+        raise CompatibilityError(
+            f"push_to_hub: {chunk!r}: its cells, or those of a part, were {found[0]}: push the one it was converted "
+            "from; from_pretrained(dtype=) converts on loading."
+        )
+
+
+def _others(repo_id: str, there: list[Candidate], label: str, build: Build, *, replace: bool) -> list[Candidate]:
+    """The builds that stay beside this one.
+
+    Raises:
+        ArtifactError: if they are of another skill, or too many, or the label is that of another model.
+    """
+    others = [each for each in there if each.label != label]
     for each in there:
         if each.build is None:
             continue
@@ -160,11 +215,32 @@ def _require_same_skill(repo_id: str, there: list[Candidate], label: str, build:
                 f"{repo_id}: holds builds of the skill {each.build.name!r}, got one of {build.name!r}: push it to a "
                 "repository of its own."
             )
-        if each.label == label and each.build.model.rotary != build.model.rotary:
+        if each.label == label and (reasons := compare(build.model, each.build.model)):
             raise ArtifactError(
-                f"{repo_id}: the build {label} is of a model with these weights and other rope settings; push this one "
-                "to a repository of its own, or delete that one."
+                f"{repo_id}: the build {label} is of another model ({reasons[0]}); push this one to a repository of "
+                "its own, or delete that one."
             )
+    differing = [each.label for each in others if each.build is not None and _is_of_another_text(each.build, build)]
+    if differing and not replace:
+        raise ArtifactError(
+            f"{repo_id}: expected builds of one text, but this one has another text, or other token ids, than "
+            f"{differing}: push it to a repository of its own, or pass replace=True to delete those in the same commit."
+        )
+    others = [each for each in others if each.label not in differing]
+    if len(others) >= MOST_BUILDS:
+        raise ArtifactError(f"{repo_id}: expected at most {MOST_BUILDS} builds, got one more; delete some.")
+    return others
+
+
+def _is_of_another_text(a: Build, b: Build) -> bool:
+    """Whether two builds differ in their texts, or in their ids where the same tokenizer made them."""
+    if a.text is not None and b.text is not None and a.text != b.text:
+        return True
+    if a.model.tokenizer and b.model.tokenizer:
+        same = a.model.tokenizer == b.model.tokenizer
+    else:  # of one model, ids have one meaning
+        same = (a.origin.rounded_weights or a.model.weights) == (b.origin.rounded_weights or b.model.weights)
+    return same and a.token_ids.tolist() != b.token_ids.tolist()
 
 
 def _card(path: Path, repo_id: str) -> ModelCard:

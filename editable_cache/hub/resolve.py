@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from editable_cache.errors import ArtifactError, CompatibilityError, Reason
@@ -16,6 +18,8 @@ from editable_cache.spec import ModelIdentity, compare
 BUILDS = "builds"
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 MOST_BUILDS = 256
+BITS = {"float64": 64, "float32": 32}
+"""Of the dtypes with more than 16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +48,17 @@ class Candidate:
 
 
 def label_of(build: Build) -> str:
-    """The name of a build in its repository: one model in one dtype and storage has one place."""
-    kind = re.sub(r"[^A-Za-z0-9._-]", "-", build.model.model_type)[:60].strip(".-") or "model"
-    who = build.model.weights[:8] + (f"-{build.model.adapters[:4]}" if build.model.adapters else "")
-    return "-".join([kind, build.model.dtype, who] + ([] if build.storage == "original" else [build.storage]))
+    """The name of a build in its repository: one model in one dtype and storage has one place.
+
+    The weights come by their first 8 hex digits, all else that identifies the model by 4 of a SHA-256.
+    """
+    model = build.model
+    kind = re.sub(r"[^A-Za-z0-9._-]", "-", model.model_type)[:60].strip(".-") or "model"
+    everything = json.loads(model.config)
+    config = {name: value for name, value in everything.items() if value is not None and value is not False}
+    rest = json.dumps([config, model.rotary, model.adapters, model.tokenizer], sort_keys=True)
+    parts = [kind, model.dtype, model.weights[:8], hashlib.sha256(rest.encode()).hexdigest()[:4]]
+    return "-".join(parts + ([] if build.storage == "original" else [build.storage]))
 
 
 def build_folders(folder: Path, *, of_hub: bool = False) -> dict[str, Path]:
@@ -104,6 +115,8 @@ def _candidates(
 def choose(found: Sequence[Candidate], source: str, *, label: str | None, dtype: str | None) -> Candidate:
     """The build to take: one that fits as it is, best stored as it was computed, else one to be converted.
 
+    Of several to be converted, one that is stored as it was computed goes first, then the one with most bits.
+
     Args:
         source: where they are, for messages.
         label: the only one that may be taken, or None.
@@ -122,14 +135,18 @@ def choose(found: Sequence[Candidate], source: str, *, label: str | None, dtype:
     if dtype is not None and not fitting:
         fitting = [each for each in found if each.convertible]
     if fitting:
-        ranks = [STORAGES.index(each.build.storage) for each in fitting if each.build is not None]
+        ranks = [_rank(each.build, each.convertible) for each in fitting if each.build is not None]
         best = [each for each, rank in zip(fitting, ranks, strict=True) if rank == min(ranks)]
-        if len(best) == 1 or len({_who(each) for each in best}) == 1:
+        differing = _differing([each.build.model for each in best if each.build is not None])
+        if not differing:
             return best[0]
-        raise CompatibilityError(
-            f"{source}: several builds fit; pass build= with one of {[each.label for each in best]}, or model= to take "
-            "the one that is its own."
-        )
+        advice = f"pass build= with one of {[each.label for each in best]}"
+        if differing == {"tokenizer"}:
+            advice += ", or model= and tokenizer= to take the one that is theirs"
+        elif not best[0].convertible:
+            advice += ", or model= to take the one that is its own"
+        verb = "can be converted" if best[0].convertible else "fit"
+        raise CompatibilityError(f"{source}: several builds {verb}; {advice}.")
     if all(each.build is None for each in found):
         raise ArtifactError(" ".join(each.reasons[0].got for each in found[:5]))
     lines = "".join(f"\n  {each}" for each in found)
@@ -144,8 +161,13 @@ def choose(found: Sequence[Candidate], source: str, *, label: str | None, dtype:
     raise error
 
 
-def _who(candidate: Candidate) -> ModelIdentity | None:
-    return None if candidate.build is None else candidate.build.model
+def _rank(build: Build, converts: bool) -> tuple[int, int]:
+    """The less, the better are the cells once they are in the dtype of the model."""
+    return STORAGES.index(build.storage), -BITS.get(build.model.dtype, 16) if converts else 0
+
+
+def _differing(models: Sequence[ModelIdentity]) -> set[str]:
+    return {field.name for field in fields(ModelIdentity) if len({getattr(model, field.name) for model in models}) > 1}
 
 
 def _is_convertible(identity: ModelIdentity, build: Build, rounded: Callable[[], str]) -> bool:

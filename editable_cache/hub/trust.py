@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,17 +24,20 @@ class ControlToken(NamedTuple):
     text: str
 
 
-def control_tokens(token_ids: Tensor, provenance: Provenance, special: Mapping[int, str]) -> tuple[ControlToken, ...]:
+def control_tokens(
+    token_ids: Tensor, provenance: Provenance, special: Mapping[int, str], bos: Collection[int] | None = None
+) -> tuple[ControlToken, ...]:
     """The control tokens of a chunk and of what it was compiled behind, in order.
-
-    A single token in front, as the BOS token is, is not counted.
 
     Args:
         token_ids: of the chunk, ``[n]``.
         provenance: of the chunk.
         special: control tokens of a tokenizer, by id.
+        bos: tokens that count for nothing where they stand alone in front of a chunk, as a BOS token does; None for
+            any token.
     """
     prefixes = [provenance.prefix_ids, *(part.prefix_ids for part in provenance.parts)]
-    seen = [(idx - len(ids), each) for ids in prefixes if len(ids) > 1 for idx, each in enumerate(ids)]
+    told = [ids for ids in prefixes if len(ids) != 1 or (bos is not None and ids[0] not in bos)]
+    seen = [(idx - len(ids), each) for ids in told for idx, each in enumerate(ids)]
     found = [*seen, *enumerate(token_ids.tolist())]
     return tuple(ControlToken(slot, each, special[each]) for slot, each in found if each in special)

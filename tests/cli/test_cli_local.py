@@ -129,6 +129,20 @@ def test_a_missing_text_is_an_error_without_traceback(models: Models, tmp_path: 
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("wrong", ["name", "default name", "file"])
+def test_precompile_refuses_before_the_model_is_loaded(wrong: str, tmp_path: Path) -> None:
+    text, out = tmp_path / (".hidden" if wrong == "default name" else "text"), tmp_path / "out"
+    text.write_text(TEXT)
+    if wrong == "file":
+        out.write_text("in the way")
+    name = ("--name", "a/b") if wrong == "name" else ()
+    result = run("precompile", str(tmp_path / "no model"), str(text), "-o", str(out), *name)
+    assert result.exit_code == 2
+    expected = "expected a folder, or nothing yet, got a file" if wrong == "file" else "expected a name of"
+    assert expected in result.stderr
+    assert "can't be loaded" not in result.stderr
+
+
 # -- inspect
 
 
@@ -256,3 +270,34 @@ def test_verify_does_not_call_undecided_a_yes(models: Models, skill: str, tmp_pa
     found = answer("verify", str(tmp_path), "--model", models("llama"), code=2)
     assert (found["ok"], found["decided"]) == (False, False)
     assert found["reasons"][0]["got"] == "stale: edit of 'x'"
+
+
+# -- all of them
+
+
+def test_what_no_one_expected_is_one_line(models: Models, skill: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("Cannot copy out of meta tensor;\n  no data!\n" + "x" * 9_000)
+
+    monkeypatch.setattr(Skill.__mro__[1], "verify", fail)
+    result = run("verify", skill, "--model", models("llama"))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (said,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert said.startswith("error: NotImplementedError: Cannot copy out of meta tensor; no data! xxx")
+    assert len(said) < 600
+    assert result.stderr.endswith(said + "\n")
+    assert answer("verify", skill, "--model", models("llama"), code=2)["kind"] == "NotImplementedError"
+    assert run("verify", skill).exit_code == 2  # a usage error stays one
+    assert "Usage" in run("verify", skill).stderr
+
+
+def test_pull_into_the_current_folder_is_refused_before_anything_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for out in (".", str(tmp_path)):
+        result = run("pull", "org/policy", "-o", out)
+        assert result.exit_code == 2
+        assert "expected a new folder, got the current one" in result.stderr
+    assert not any(tmp_path.iterdir())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cache_support import make_cache, make_context, shared_model, shared_tokenizer, some_ids
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from editable_cache import CompatibilityError, EditableCache, Skill
 from editable_cache.adapters import identify
@@ -131,3 +135,54 @@ def test_an_identity_is_taken_of_what_counts() -> None:
     assert compare(before, identify(model))[0].what == "config.rms_norm_eps"
     assert isinstance(before, ModelIdentity)
     assert some_ids(1).shape == (1, 1)
+
+
+HARMLESS = {
+    "auto_map": {"AutoModelForCausalLM": "org/x--modeling.X"},
+    "unsloth_version": "2025.1",
+    "temperature": 0.3,
+    "task_specific_params": {},
+    "keys_to_ignore_at_inference": ["past"],
+    "router_aux_loss_coef": 0.1,
+    "hidden_dropout": 0.1,
+}
+
+
+@pytest.mark.parametrize("field", sorted(HARMLESS))
+def test_what_no_key_depends_on_does_not_refuse(field: str) -> None:
+    """Fine-tuning tools and generation write such fields into the config; the weights are equal."""
+    model = copy.deepcopy(shared_model())
+    setattr(model.config, field, HARMLESS[field])
+    assert identify(model) == identify(shared_model())
+    model.config.what_nobody_knows = HARMLESS[field]
+    assert identify(model) != identify(shared_model())
+
+
+@pytest.mark.parametrize("place", ["/home/me/data", r"C:\me\data", "d:/me/data", "~/me/data", "\\\\me\\share"])
+def test_no_path_of_this_machine_is_in_the_identity(place: str, tmp_path: Path) -> None:
+    model = copy.deepcopy(shared_model())
+    model.config.place = place
+    model.config.places = {"one": [place, "org/model", "linear"]}
+    config = json.loads(identify(model).config)
+    assert config["place"] == ""
+    assert config["places"] == {"one": ["", "org/model", "linear"]}
+
+
+def test_a_folder_is_no_repository_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model loaded from `clients/secret` keeps that name, which looks like one of the Hub's from another folder."""
+    name = "clients/secret"
+    shared_model().save_pretrained(tmp_path / name)
+    shared_tokenizer().save_pretrained(tmp_path / name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(name).eval(), AutoTokenizer.from_pretrained(name)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert model.config._name_or_path == tokenizer.name_or_path == name
+    origin = Skill.precompile(model, tokenizer, "order", name="s").origin
+    assert (origin.repo, origin.tokenizer) == ("", "")
+    snapshot = tmp_path / "cache" / "models--clients--secret" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "tokenizer.json").write_text("{}")
+    origin = Skill.precompile(model, tokenizer, "order", name="s").origin
+    assert (origin.repo, origin.tokenizer) == (name, name)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cache_support import generate, shared_model, shared_tokenizer, some_ids
+from huggingface_hub import constants
 from peft import CartridgeConfig, PeftModel, get_peft_model, initialize_kv_prefix_from_past_key_values
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -228,6 +229,11 @@ def test_it_needs_no_peft_to_read_and_says_so_to_write(tmp_path: Path, monkeypat
 
 
 def test_a_cartridge_for_another_repository_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    for repository in ("one", "other"):
+        downloaded = tmp_path / "cache" / f"models--org--{repository}" / "snapshots" / "abc"
+        downloaded.mkdir(parents=True)
+        (downloaded / "config.json").write_text("{}")
     edit_config(trained(tmp_path), base_model_name_or_path="org/one")
     load(tmp_path)  # the model at hand does not say where it comes from
     model = copy.deepcopy(shared_model())

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from cli_support import answer, run
 from hub_server import HubServer
 from huggingface_hub import HfApi
 from skill_support import MARKS, SKILL, TEXT, TINY, builds_of, built, files_of, load, meanwhile, readable, serve, turned
+from transformers import AutoModelForCausalLM
 
-from editable_cache import ArtifactError, Skill
-from editable_cache.testing.tiny_models import tiny_tokenizer
+from editable_cache import ArtifactError, CompatibilityError, Skill
+from editable_cache.hub.build import open_build
+from editable_cache.hub.resolve import label_of
+from editable_cache.testing.tiny_models import tiny_model, tiny_tokenizer
 
 
 def card_of(hub: HubServer) -> str:
@@ -71,7 +77,7 @@ def test_the_card_says_what_it_is_and_its_snippet_runs(hub: HubServer, capsys: p
     assert (data["base_model"], data["library_name"], data["license"]) == (TINY, "editable_cache", "apache-2.0")
     [label] = builds_of(hub)
     row = next(line for line in text.splitlines() if line.startswith("| " + label.replace("_", r"\_")))
-    assert [word in row for word in (TINY, "float32", "original", f" {len(skill)} ", "MiB", "sdpa")] == [True] * 6
+    assert [word in row for word in (TINY, "float32", "original", f" {len(skill)} ", " KiB |", "sdpa")] == [True] * 6
     assert "| cosine of logits | 0.9998 |" in text
 
     code = re.findall(r"```python\n(.*?)```", text, re.S)
@@ -122,7 +128,7 @@ def test_the_same_build_is_replaced_in_one_commit(hub: HubServer) -> None:
     built(seed=1)[1].push_to_hub(SKILL)
     before = files_of(hub)
     commits = len(hub.repo(SKILL).commits)
-    new = Skill.precompile(model, tiny_tokenizer(), TEXT + "Be polite.\n", name="refunds")
+    new = Skill.precompile(model, tiny_tokenizer(), TEXT, name="refunds", prefix="Be polite.\n")
     new.push_to_hub(SKILL)
     after = files_of(hub)
     assert len(hub.repo(SKILL).commits) == commits + 1
@@ -151,13 +157,147 @@ def test_another_skill_does_not_take_its_place(hub: HubServer) -> None:
     assert files_of(hub) == before
 
 
-def test_the_same_weights_with_another_rope_do_not_take_its_place(hub: HubServer) -> None:
-    built()[1].push_to_hub(SKILL)
+def windowed(sliding_window: int) -> Any:
+    """Models of one set of weights, whose configs differ."""
+    made = tiny_model("mistral")
+    made.config.sliding_window = sliding_window
+    other = AutoModelForCausalLM.from_config(made.config).eval()
+    other.load_state_dict(made.state_dict())
+    return other
+
+
+def test_models_that_share_weights_have_places_of_their_own(hub: HubServer) -> None:
+    for repo, pairs in {
+        "org/rope": [(built()[0], tiny_tokenizer()), (turned(), tiny_tokenizer())],
+        "org/window": [(windowed(8), tiny_tokenizer()), (windowed(16), tiny_tokenizer())],
+        "org/tokenizer": [(built()[0], tiny_tokenizer()), (built()[0], tiny_tokenizer(add_bos=True))],
+    }.items():
+        skills = [Skill.precompile(*pair, TEXT, name="refunds") for pair in pairs]
+        for skill in [*skills, skills[0]]:  # the last replaces the first
+            skill.push_to_hub(repo)
+        assert len(builds_of(hub, repo)) == 2
+        for (model, tokenizer), skill in zip(pairs, skills, strict=True):
+            assert Skill.from_pretrained(repo, model=model, tokenizer=tokenizer).equal_cells(skill)
+
+
+def test_a_label_tells_everything_but_fields_that_are_none(tmp_path: Path) -> None:
+    built()[1].save_pretrained(tmp_path)
+    build = open_build(tmp_path)
+
+    def label(**changes: str) -> str:
+        return label_of(replace(build, model=replace(build.model, **changes)))
+
+    config = build.model.config
+    kind, dtype, weights, rest = label_of(build).split("-")
+    assert (kind, dtype, weights, len(rest)) == ("llama", "float32", build.model.weights[:8], 4)
+    assert label(config=config.replace("{", '{"new": null, "newer": false, ', 1)) == label_of(build)
+    changed = {label(**{name: "0" * 16}) for name in ("weights", "rotary", "adapters", "tokenizer")}
+    changed |= {label(config=config.replace("{", '{"new": 0, ', 1)), label(dtype="float16"), label_of(build)}
+    assert len(changed) == 7
+    assert label_of(replace(build, storage="int8")) == f"{label_of(build)}-int8"
+
+
+def test_another_model_under_the_same_label_is_not_replaced(hub: HubServer) -> None:
+    built()[1].push_to_hub("org/other")
+    [label] = builds_of(hub, "org/other")
+    built(seed=1)[1].push_to_hub(SKILL)
+    [theirs] = builds_of(hub)
+    moved = {path.replace(theirs, label): data for path, data in files_of(hub).items()}
+    hub.repo(SKILL).write({**dict.fromkeys(files_of(hub)), **moved})
     before = files_of(hub)
-    other = Skill.precompile(turned(), tiny_tokenizer(), TEXT, name="refunds")
-    with pytest.raises(ArtifactError, match="other rope settings"):
-        other.push_to_hub(SKILL)
+    with pytest.raises(ArtifactError, match=r"is of another model \(weights"):
+        built()[1].push_to_hub(SKILL)
     assert files_of(hub) == before
+
+
+def test_another_text_is_refused_beside_builds_that_stay(hub: HubServer) -> None:
+    skill, other = built()[1], built(seed=1)
+    skill.push_to_hub(SKILL)
+    skill.push_to_hub(SKILL, storage="int8")
+    [label, small], before = builds_of(hub), files_of(hub)
+    new = Skill.precompile(other[0], tiny_tokenizer(), TEXT.replace("not ", ""), name="refunds")
+    ids = Skill.precompile(other[0], tiny_tokenizer(), skill.token_ids[:7], name="refunds")
+    same = Skill.precompile(built()[0], None, skill.token_ids[:7], name="refunds")
+    for each in (new, replace(new, text=None), ids, same):
+        with pytest.raises(ArtifactError, match="another text, or other token ids") as caught:
+            each.push_to_hub(SKILL)
+        assert f"['{label}', '{small}']" in str(caught.value)
+        assert files_of(hub) == before
+    with pytest.raises(ArtifactError, match="'refunds', got one of 'other'"):
+        replace(new, name="other").push_to_hub(SKILL, replace=True)
+    commits = len(hub.repo(SKILL).commits)
+    new.push_to_hub(SKILL, replace=True)
+    assert len(hub.repo(SKILL).commits) == commits + 1
+    assert len(builds_of(hub)) == 1
+    assert not any(path.startswith((f"builds/{label}/", f"builds/{small}/")) for path in files_of(hub))
+    assert label not in card_of(hub)
+    assert Skill.from_pretrained(SKILL, model=other[0]).equal_cells(new)
+    new.push_to_hub(SKILL, storage="int8", replace=True)  # control: what is of the same text stays
+    assert len(builds_of(hub)) == 2
+
+
+def test_the_ids_of_other_tokenizers_are_not_compared(hub: HubServer) -> None:
+    built()[1].push_to_hub(SKILL)
+    Skill.precompile(built(seed=1)[0], None, built()[1].token_ids[:7], name="refunds").push_to_hub(SKILL)
+    assert len(builds_of(hub)) == 2
+
+
+# -- cells that no model computed
+
+
+def test_rounded_cells_do_not_take_the_place_of_exact_ones(hub: HubServer, tmp_path: Path) -> None:
+    model, skill = built()
+    skill.push_to_hub(SKILL)
+    skill.push_to_hub(SKILL, storage="int8")
+    small = next(label for label in builds_of(hub) if label.endswith("-int8"))
+    rounded = Skill.from_pretrained(SKILL, build=small)
+    merged = Skill.merge([rounded, skill], name="refunds")
+    before = files_of(hub)
+    rounded.save_pretrained(tmp_path)
+    for each in (rounded, merged, Skill.from_pretrained(tmp_path)):
+        for storage in ("original", "fp8"):
+            with pytest.raises(CompatibilityError, match=r"rounded to int8 .* pass storage='int8'"):
+                each.push_to_hub(SKILL, storage=storage)  # type: ignore[arg-type]
+            assert files_of(hub) == before
+    with pytest.raises(CompatibilityError):
+        rounded.push_to_hub("org/never")
+    assert ("model", "org/never") not in hub.store.repos
+    rounded.push_to_hub(SKILL, storage="int8")
+    merged.push_to_hub("org/merged", storage="int8")
+    assert Skill.from_pretrained(SKILL, model=model).equal_cells(skill)
+
+
+def test_converted_cells_do_not_take_the_place_of_computed_ones(hub: HubServer, tmp_path: Path) -> None:
+    built()[1].push_to_hub(SKILL)
+    half = built(torch.bfloat16)[0]
+    cast = Skill.from_pretrained(SKILL, model=half, dtype="bfloat16")
+    before = files_of(hub)
+    for each in (cast, Skill.merge([cast, cast], name="refunds")):
+        with pytest.raises(CompatibilityError, match="converted from float32 to bfloat16: push the one"):
+            each.push_to_hub(SKILL)
+    assert files_of(hub) == before
+    cast.save_pretrained(tmp_path)
+    assert Skill.from_pretrained(tmp_path, model=half).equal_cells(cast)
+    built(torch.bfloat16)[1].push_to_hub(SKILL)  # control
+    assert len(builds_of(hub)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"storage": "int4"}, r"\['original', 'int8', 'fp8'\], got 'int4'"),
+        ({"fidelity": "good"}, "fidelity as a mapping .* got str"),
+        ({"fidelity": [("a", 1)]}, "fidelity as a mapping .* got list"),
+    ],
+    ids=["storage", "fidelity text", "fidelity list"],
+)
+def test_what_is_no_option_asks_no_hub(hub: HubServer, tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArtifactError, match=words):
+        built()[1].push_to_hub(SKILL, **options)
+    assert hub.log == []
+    with pytest.raises(ArtifactError, match="storage: expected one of"):
+        built()[1].save_pretrained(tmp_path, storage="int4")  # type: ignore[arg-type]
+    assert list(tmp_path.glob("*.safetensors")) == []
 
 
 # -- the card of others
@@ -180,6 +320,56 @@ def test_what_people_wrote_on_the_card_stays(hub: HubServer) -> None:
     skill.push_to_hub(SKILL, fidelity={"cosine": 0.75})
     assert "| cosine | 0.75 |" in card_of(hub)
     assert "| cosine | 0.5 |" not in card_of(hub)
+
+
+def test_old_figures_go_with_the_cells_they_were_measured_on(hub: HubServer) -> None:
+    model, skill = built()
+    behind = Skill.precompile(model, tiny_tokenizer(), TEXT, name="refunds", prefix="Be polite.\n")
+    other = Skill.precompile(model, tiny_tokenizer(), "Another text.\n", name="refunds")
+    skill.push_to_hub(SKILL, fidelity={"cosine": 0.5})
+    skill.push_to_hub(SKILL, storage="int8")
+    skill.push_to_hub(SKILL)
+    assert "| cosine | 0.5 |" in card_of(hub)  # a build more, and the same again
+    behind.push_to_hub(SKILL)
+    assert "cosine" not in card_of(hub)
+    behind.push_to_hub(SKILL, fidelity={"cosine": 0.25})
+    other.push_to_hub(SKILL, replace=True)
+    assert "cosine" not in card_of(hub)
+    other.push_to_hub(SKILL, fidelity={"cosine": 0.125})
+    assert "| cosine | 0.125 |" in card_of(hub)
+
+
+@pytest.mark.parametrize(
+    "marks", [f"{MARKS[1]}\nmine\n{MARKS[0]}\n", MARKS[0], MARKS[1]], ids=["reversed", "start only", "stop only"]
+)
+def test_marks_that_are_not_ours_take_nothing_with_them(hub: HubServer, marks: str) -> None:
+    hub.create(SKILL, {"README.md": f"---\nlicense: mit\n---\n# Mine\n\n{marks}\n\nStays.\n".encode()})
+    for storage in ("original", "int8"):
+        built()[1].push_to_hub(SKILL, storage=storage)  # type: ignore[arg-type]
+        text = card_of(hub)
+        assert marks in text
+        assert text.count("Stays.") == text.count("## Builds") == 1
+        assert all(text.count(f"| {label} |") == 1 for label in builds_of(hub))
+
+
+def test_the_card_names_adapters_and_says_what_to_load(hub: HubServer) -> None:
+    skill = built()[1]
+    skill.push_to_hub("org/plain")
+    plain = files_of(hub, "org/plain")["README.md"].decode()
+    adapted = replace(
+        skill,
+        model=replace(skill.model, adapters="a" * 16),
+        origin=replace(skill.origin, repo=TINY, adapters=(("tone|x", 4.0),)),
+    )
+    adapted.push_to_hub(SKILL)
+    text = card_of(hub)
+    assert rf"| {TINY} + adapter tone\|x (scale 4) |" in text
+    snippets = [re.findall(r"```python\n(.*?)```", each, re.S)[0] for each in (text, plain)]
+    assert ["# Load the adapter" in snippet for snippet in snippets] == [True, False]
+    assert ["# the/model: the repository or folder" in snippet for snippet in snippets] == [False, True]
+    for snippet in snippets:
+        compile(snippet, "card", "exec")
+    assert " + adapter" not in plain
 
 
 def test_a_card_of_another_kind_is_kept(hub: HubServer) -> None:
@@ -375,3 +565,12 @@ def test_a_repository_takes_no_more_builds_than_a_reader_does(hub: HubServer) ->
     with pytest.raises(ArtifactError, match="at most 256 builds"):
         built()[1].push_to_hub(SKILL)
     assert files_of(hub) == before
+
+
+def test_the_command_line_replaces_when_told(hub: HubServer, tmp_path: Path) -> None:
+    built()[1].push_to_hub(SKILL)
+    Skill.precompile(built(seed=1)[0], tiny_tokenizer(), "Another text.\n", name="refunds").save_pretrained(tmp_path)
+    assert "replace=True" in answer("push", str(tmp_path), SKILL, code=2)["error"]
+    label = answer("push", str(tmp_path), SKILL, "--replace")["build"]
+    assert builds_of(hub) == [label]
+    assert ": 1 build of " in run("pull", SKILL, "-o", str(tmp_path / "out")).stdout

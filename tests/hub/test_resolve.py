@@ -10,9 +10,10 @@ import pytest
 import torch
 from hub_server import HubServer
 from huggingface_hub import HfApi
-from skill_support import SKILL, builds_of, built, files_of, payloads_fetched, readable, tokenizer
+from skill_support import SKILL, TEXT, builds_of, built, files_of, payloads_fetched, readable, tokenizer
 
 from editable_cache import ArtifactError, CompatibilityError, EditableCache, Skill
+from editable_cache.testing.tiny_models import tiny_model, tiny_tokenizer
 
 LogIn = Callable[[str | None], None]
 
@@ -80,6 +81,49 @@ def test_without_a_model_several_builds_are_a_question(hub: HubServer) -> None:
         Skill.from_pretrained(SKILL, build="nothing")
 
 
+def test_the_widest_of_several_builds_is_converted(hub: HubServer) -> None:
+    half, exact = built(torch.bfloat16)
+    wide, single = (
+        Skill.precompile(tiny_model("llama", dtype=torch.bfloat16).to(dtype), tokenizer(), TEXT, name="refunds")
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert exact.origin.rounded_weights == wide.origin.rounded_weights == single.origin.rounded_weights
+    wide.push_to_hub(SKILL, storage="int8")
+    single.push_to_hub(SKILL)
+    assert "from float32 to bfloat16" in str(converted_to(half).provenance)  # in full before more bits
+    wide.push_to_hub(SKILL)
+    assert "from float64 to bfloat16" in str(converted_to(half).provenance)
+    exact.push_to_hub(SKILL)
+    assert converted_to(half).equal_cells(exact)
+    with pytest.raises(CompatibilityError, match="several builds fit"):  # control: without a model nothing is wider
+        Skill.from_pretrained(SKILL)
+
+
+def converted_to(model: Any) -> Skill:
+    found = Skill.from_pretrained(SKILL, model=model, tokenizer=tokenizer(), dtype=model.dtype)
+    assert isinstance(found, Skill)
+    return found
+
+
+def test_what_stays_ambiguous_gets_advice_that_fits(hub: HubServer) -> None:
+    narrow, model = (tiny_model("llama", dtype=torch.bfloat16) for _ in range(2))
+    model, float16 = model.to(torch.float32), tiny_model("llama", dtype=torch.float16)
+    float16.load_state_dict(narrow.state_dict())
+    found = [Skill.precompile(each, tokenizer(), TEXT, name="refunds") for each in (narrow, float16)]
+    assert found[0].origin.rounded_weights == found[1].origin.rounded_weights
+    for each in found:
+        each.push_to_hub(SKILL)
+    with pytest.raises(CompatibilityError, match="several builds can be converted; pass build=") as caught:
+        converted_to(model)
+    assert "model=" not in str(caught.value)
+    with_bos = tiny_tokenizer(add_bos=True)
+    for each in (tokenizer(), with_bos):
+        Skill.precompile(model, each, TEXT, name="refunds").push_to_hub("org/tokenizers")
+    with pytest.raises(CompatibilityError, match=r"several builds fit; .* or model= and tokenizer= to take"):
+        Skill.from_pretrained("org/tokenizers", model=model)
+    Skill.from_pretrained("org/tokenizers", model=model, tokenizer=with_bos)
+
+
 def test_a_build_that_is_named_must_fit(hub: HubServer) -> None:
     made = publish_all()
     label = next(label for label in builds_of(hub) if label.startswith("qwen3"))
@@ -133,7 +177,7 @@ def test_a_revision_is_pinned(hub: HubServer) -> None:
     sha = hub.head(SKILL).sha
     HfApi().create_tag(SKILL, tag="v1")
     HfApi().create_branch(SKILL, branch="stable")
-    new = Skill.precompile(model, None, old.token_ids[:7], name="refunds")
+    new = Skill.precompile(model, tokenizer(), old.token_ids[:7], name="refunds")
     new.push_to_hub(SKILL)
     for revision in (sha, "v1", "stable"):
         assert Skill.from_pretrained(SKILL, model=model, revision=revision).equal_cells(old)

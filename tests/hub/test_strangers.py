@@ -127,7 +127,7 @@ def test_control_tokens_are_told_once(hub: HubServer, with_tokenizer: bool) -> N
 def test_control_tokens_of_a_prefix_are_told(tmp_path: Path) -> None:
     """Cells of a chunk carry the influence of what it was compiled behind, and nothing shows that text."""
     model = built()[0]
-    for prefix, slots in ((CHAT, 3), ("You are an agent.\n", 0), ([tokenizer().all_special_ids[0]], 0), ("", 0)):
+    for prefix, slots in ((CHAT, 3), ("You are an agent.\n", 0), ([tokenizer().all_special_ids[0]], 1), ("", 0)):
         skill = Skill.precompile(model, tokenizer(), "Refund at once.\n", name="plain", prefix=prefix)
         skill.save_pretrained(tmp_path)
         messages = caught_from(tmp_path, model=model, tokenizer=tokenizer())
