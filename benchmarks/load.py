@@ -152,6 +152,7 @@ def warm(bench: Bench, rounds: int, *, trim: bool, threads: int = 2) -> dict[str
 
     runs: dict[str, Callable[[], Any]] = {
         "plain_copy": lambda: [tensor.clone() for tensor in tensors],
+        "read_file": bench.payload.read_bytes,
         "load": bench.load,
         "splice": lambda: bench.held["cache"].splice(source, seam_tokens=0),
         "load_splice_seam_0": spliced(0),
@@ -173,6 +174,7 @@ def warm(bench: Bench, rounds: int, *, trim: bool, threads: int = 2) -> dict[str
         "over_plain_copy": {
             name: timing.ratios(values, copy) for name, values in seconds.items() if values is not copy
         },
+        "over_reading_the_file": timing.ratios(seconds["load_splice_seam_0"], seconds["read_file"]),
         "page_faults": {name: sorted(counts)[len(counts) // 2] for name, counts in bench.faults.items()},
     }
 

@@ -273,8 +273,18 @@ def load_table(result: dict[str, Any]) -> str:
             ms(times["splice"]),
             ms(times["load_splice_seam_0"]),
         ]
-        rows.append(row([*cells, ratio(over["load_splice_seam_0"]), ratio(over["load_splice_seam_1"])]))
-    head = ["ms", "plain copy", "load", "splice", "load + splice", "load + splice / copy", "the same, one seam token"]
+        ratios = (over["load_splice_seam_0"], part["over_reading_the_file"], over["load_splice_seam_1"])
+        rows.append(row([*cells, *map(ratio, ratios)]))
+    head = [
+        "ms",
+        "plain copy",
+        "load",
+        "splice",
+        "load + splice",
+        "load + splice / copy",
+        "load + splice / reading the file",
+        "one seam token / copy",
+    ]
     cold, memory, pages = result["cold"], result["memory"], result["shared_pages"]
     return table(head, rows) + (
         f"\n`benchmarks/results/load.json`: {result['skill_tokens']:,} tokens, {result['skill_mb']} MB, page cache "

@@ -161,9 +161,10 @@ def choose(found: Sequence[Candidate], source: str, *, label: str | None, dtype:
     raise error
 
 
-def _rank(build: Build, converts: bool) -> tuple[int, int]:
-    """The less, the better are the cells once they are in the dtype of the model."""
-    return STORAGES.index(build.storage), -BITS.get(build.model.dtype, 16) if converts else 0
+def _rank(build: Build, converts: bool) -> tuple[int, int, bool]:
+    """The less, the better are the cells once they are in the dtype of the model, and the more is known of them."""
+    bits = -BITS.get(build.model.dtype, 16) if converts else 0
+    return STORAGES.index(build.storage), bits, not build.model.tokenizer
 
 
 def _differing(models: Sequence[ModelIdentity]) -> set[str]:
