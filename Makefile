@@ -84,6 +84,8 @@ bench: $(STAMP)
 	@$(VENV)/bin/python benchmarks/mrope.py $(BENCH_ARGS)
 	@$(VENV)/bin/python benchmarks/probe.py $(BENCH_ARGS)
 	@$(VENV)/bin/python benchmarks/hybrids.py $(BENCH_ARGS)
+	@$(VENV)/bin/python benchmarks/load.py $(BENCH_ARGS)
+	@$(VENV)/bin/python benchmarks/storage.py $(BENCH_ARGS)
 
 sweep: $(STAMP)
 	@$(VENV)/bin/python -m editable_cache.testing.sweep --json benchmarks/results/architectures.json \

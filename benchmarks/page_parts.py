@@ -252,3 +252,37 @@ def artifact_table(result: dict[str, Any]) -> str:
         "tokens, logits at the tokens of the questions behind them. Errors of\nkeys over the largest key. bfloat16 is "
         f"the usual dtype of a model, for comparison. {machine(result['environment'])}.\n"
     )
+
+
+def load_table(result: dict[str, Any]) -> str:
+    """What load and splice of a skill on disk cost against a plain copy of its bytes."""
+    regimes = (
+        ("fresh_pages", "fresh pages, 2 threads, wall"),
+        ("fresh_pages_one_thread_cpu", "fresh pages, 1 thread, processor time"),
+        ("kept_pages", "pages kept by the allocator, 2 threads, wall"),
+        ("kept_pages_one_thread_cpu", "pages kept, 1 thread, processor time"),
+    )
+    rows = []
+    for key, title in regimes:
+        part = result[key]
+        times, over = part["milliseconds"], part["over_plain_copy"]
+        cells = [
+            title,
+            ms(times["plain_copy"]),
+            ms(times["load"]),
+            ms(times["splice"]),
+            ms(times["load_splice_seam_0"]),
+        ]
+        rows.append(row([*cells, ratio(over["load_splice_seam_0"]), ratio(over["load_splice_seam_1"])]))
+    head = ["ms", "plain copy", "load", "splice", "load + splice", "load + splice / copy", "the same, one seam token"]
+    cold, memory, pages = result["cold"], result["memory"], result["shared_pages"]
+    return table(head, rows) + (
+        f"\n`benchmarks/results/load.json`: {result['skill_tokens']:,} tokens, {result['skill_mb']} MB, page cache "
+        "warm. Copy: `clone()` of every tensor. A process that has just started, or splices once, gets fresh pages from the "
+        "system; the faults cost more than the copy.\n\n"
+        f"Cold (the file dropped from the page cache): reading it {ms(cold['read'])} ms, load {ms(cold['load'])} ms, "
+        f"load + splice {ms(cold['load_splice'])} ms; load + splice / reading {ratio(cold['load_splice_over_read'])}.\n\n"
+        f"Memory, in sizes of the file: load {memory['load_file_backed']} mapped and {memory['load_anonymous']} of its "
+        f"own; with the splice {memory['load_splice_anonymous']} of its own, the cache. Two loads of one skill share their "
+        f"pages: resident {pages['rss_over_file']}, proportional {pages['pss_over_file']}.\n"
+    )

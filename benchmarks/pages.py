@@ -15,6 +15,7 @@ from page_parts import (
     drift_table,
     hybrids_cost_table,
     hybrids_text,
+    load_table,
     machine,
     moves_table,
     ms,
@@ -37,9 +38,9 @@ def main() -> None:
 
 def rendered() -> dict[Path, str]:
     """Each generated file with the text that it should have."""
-    compose, fidelity, rotation, mrope, hybrids, probe, storage = (
+    compose, fidelity, rotation, mrope, hybrids, probe, storage, load = (
         json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
-        for name in ("compose", "fidelity", "rotation", "mrope", "hybrids", "probe", "storage")
+        for name in ("compose", "fidelity", "rotation", "mrope", "hybrids", "probe", "storage", "load")
     )
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
@@ -65,7 +66,7 @@ def rendered() -> dict[Path, str]:
         ROOT / "docs" / "architectures.md": page(json.loads((RESULTS / "architectures.json").read_text("utf-8"))),
         numerics: numbers,
         ROOT / "docs" / "fidelity.md": fidelity_page(fidelity),
-        ROOT / "docs" / "speed.md": speed_page(compose, probe),
+        ROOT / "docs" / "speed.md": speed_page(compose, probe, load),
         readme: text,
     }
 
@@ -114,7 +115,7 @@ def readme_table(result: dict[str, Any]) -> str:
     return f"{table}\n\n{result['model']}; {machine(result['environment'])}. More in [docs/speed.md](docs/speed.md).\n"
 
 
-def speed_page(result: dict[str, Any], probe: dict[str, Any]) -> str:
+def speed_page(result: dict[str, Any], probe: dict[str, Any], load: dict[str, Any]) -> str:
     """All figures of the speed benchmark."""
     lines = [
         "# Speed and memory",
@@ -160,6 +161,10 @@ def speed_page(result: dict[str, Any], probe: dict[str, Any]) -> str:
         "",
         f"Fork of a cache of {fork['tokens'][1]:,} tokens: {ms(fork['long'])} ms; against one of "
         f"{fork['tokens'][0]:,} tokens {ratio(fork['long_over_short'])}.",
+        "",
+        "## A skill from disk",
+        "",
+        load_table(load).rstrip(),
         "",
         "## The self-test",
         "",
