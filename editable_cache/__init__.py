@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from editable_cache.forward.sync import Plan
     from editable_cache.forward.text import boundary_ok
     from editable_cache.forward.verify import Verification
+    from editable_cache.repair.repair import RepairOutcome
     from editable_cache.report import CacheReport
     from editable_cache.skill import Skill
     from editable_cache.vision import VisionChunk
@@ -52,6 +53,7 @@ __all__ = [
     "Outcome",
     "Plan",
     "Reason",
+    "RepairOutcome",
     "Segment",
     "Skill",
     "SpanError",
@@ -86,6 +88,7 @@ _HOMES = {
     "forward.sync": ("Plan",),
     "forward.text": ("boundary_ok",),
     "forward.verify": ("Verification",),
+    "repair.repair": ("RepairOutcome",),
     "report": ("CacheReport",),
     "skill": ("Skill",),
     "vision": ("VisionChunk",),

@@ -17,11 +17,11 @@ from editable_cache.forward.outcome import Outcome
 from editable_cache.forward.spans import Cells, Where
 from editable_cache.forward.sync import Plan
 from editable_cache.forward.text import TextOrIds
-from editable_cache.holding import HoldingCache
 from editable_cache.hub.cache_store import load_cache, save_cache
+from editable_cache.repairable import RepairableCache
 
 
-class EditableCache(HoldingCache):
+class EditableCache(RepairableCache):
     """A transformers ``Cache`` whose contents a program can edit and compose instead of recomputing.
 
     It is a ``DynamicCache`` for everybody else: ``model(..., past_key_values=cache)`` and ``model.generate(...,

@@ -20,8 +20,8 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in zip
 
 MAX_LINES = 400
 
-TOP = {"editable", "holding", "published", "skill", "report", "vision", "__init__"}
-INNER = ("errors", "spec", "chunk", "ops", "adapters", "cache", "forward", "hub")
+TOP = {"editable", "holding", "published", "repairable", "skill", "report", "vision", "__init__"}
+INNER = ("errors", "spec", "chunk", "ops", "adapters", "cache", "forward", "repair", "hub")
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "spec": {"errors"},
@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "adapters": {"errors", "spec", "chunk", "ops"},
     "cache": {"errors", "spec", "chunk", "ops", "adapters"},
     "forward": {"errors", "spec", "chunk", "ops", "adapters", "cache"},
+    "repair": {"errors", "spec", "chunk", "ops", "adapters", "cache", "forward"},
     "hub": {"errors", "spec", "chunk", "ops", "adapters", "cache"},
     "cli": {*INNER, *TOP},
 }
@@ -43,6 +44,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "adapters": {"torch", "transformers", "peft", "huggingface_hub"},
     "cache": {"torch", "transformers"},
     "forward": {"torch", "transformers", "tqdm"},
+    "repair": {"torch"},
     "hub": {"torch", "safetensors", "huggingface_hub", "peft"},
     "cli": {"typer", "rich", "torch", "transformers", "peft", "huggingface_hub"},
 }

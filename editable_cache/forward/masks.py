@@ -17,9 +17,9 @@ def left_padding(valid: Tensor) -> Tensor:
     return (~valid).long().cumprod(dim=1).sum(dim=1)
 
 
-def masks_for(cache: LedgeredCache, spec: ModelSpec, slots: Tensor) -> Any:
+def masks_for(cache: LedgeredCache, spec: ModelSpec, slots: Tensor, without: tuple[int, int] | None = None) -> Any:
     """Additive float masks ``[batch, 1, num_rows, length]``: one, or one for each layer type, with the window or block
-    of the layer inside.
+    of the layer inside. Slots ``[start, stop)`` of ``without`` are seen by nobody.
 
     Additive because eager attention adds whatever it is given: a bool mask would be silently wrong.
     """
@@ -27,6 +27,8 @@ def masks_for(cache: LedgeredCache, spec: ModelSpec, slots: Tensor) -> Any:
     dtype, device = host.dtype_of(cache.model), host.device_of(cache.model)
     columns = torch.arange(len(cache.ledger))
     seen = (columns <= slots[:, None]) & cache.ledger.valid[:, None, None, :]
+    if without is not None:
+        seen = seen & ((columns < without[0]) | (columns >= without[1]))
 
     def additive(kind: MaskKind) -> Tensor:
         inside = seen

@@ -224,7 +224,9 @@ def _between_marks(ledger: Ledger, start: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(borders))
 
 
-def recompute_slots(cache: LedgeredCache, slots: Tensor, rows: Tensor | None = None) -> int:
+def recompute_slots(
+    cache: LedgeredCache, slots: Tensor, rows: Tensor | None = None, *, without: tuple[int, int] | None = None
+) -> int:
     """Recompute cells against what now precedes them; call inside an operation.
 
     Each chosen token runs through the whole model at its recorded position; at the layers where it is selected its
@@ -234,6 +236,8 @@ def recompute_slots(cache: LedgeredCache, slots: Tensor, rows: Tensor | None = N
     Args:
         slots: int64 ``[num_tokens]``, ascending.
         rows: bool ``[num_layers, num_tokens]``, the cells to write; None for all.
+        without: slots ``[start, stop)`` that the chosen tokens don't see, none of them chosen; the caller marks the
+            cells, which are none of the context as it stands. Only without recurrent layers.
 
     Returns:
         The number of tokens that ran. With recurrent layers none do yet: everything from the first chosen token on runs
@@ -247,14 +251,14 @@ def recompute_slots(cache: LedgeredCache, slots: Tensor, rows: Tensor | None = N
     if cache.state_layers:
         cache.touch(start)
         return 0
-    if rows is None and len(slots) == len(ledger) - start:
+    if without is None and rows is None and len(slots) == len(ledger) - start:
         for layer in cache.editable_layers:
             layer.truncate(start)
         forward_at_end(cache, ledger.ids[:, start:], ledger.places(slice(start, None)), ledger.valid)
     else:
         check_regime(require_model(cache, "recompute"), ledger, slots.split(SCATTER_TOKENS))
         for low, high in _pieces(len(slots), SCATTER_TOKENS, "recompute"):
-            _scatter(cache, slots[low:high], None if rows is None else rows[:, low:high])
+            _scatter(cache, slots[low:high], None if rows is None else rows[:, low:high], without)
     whole = torch.ones(len(slots), dtype=torch.bool) if rows is None else rows.all(dim=0)
     for layer in cache.editable_layers:
         if layer.is_initialized:
@@ -300,9 +304,11 @@ def require_masks(cache: LedgeredCache, operation: str) -> ModelSpec:
     return spec
 
 
-def _scatter(cache: LedgeredCache, slots: Tensor, rows: Tensor | None) -> Tensor:
+def _scatter(
+    cache: LedgeredCache, slots: Tensor, rows: Tensor | None, without: tuple[int, int] | None = None
+) -> Tensor:
     model = require_model(cache, "recompute")
-    mask = masks_for(cache, require_masks(cache, "recompute"), slots)
+    mask = masks_for(cache, require_masks(cache, "recompute"), slots, without)
     with _scattering(cache, slots, rows), cache.library_forward():
         return host.run(
             model,
