@@ -15,7 +15,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_TORCH_ARGS ?=
 LOWEST ?= 5.20.0
-PYTEST_ARGS ?=
+# Two processes: the tests use one thread each.
+PYTEST_ARGS ?= -n 2
 BENCH_ARGS ?=
 
 VENV := .venv
