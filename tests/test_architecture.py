@@ -52,7 +52,6 @@ THIRD_PARTY: dict[str, set[str]] = {
 CACHE_ARGUMENT = "past_key_values"
 
 HASATTR = {
-    ("hub/folder.py", "file_digest"): "hashlib.file_digest came with Python 3.11",
     ("cache/watch.py", "generate"): "a bare decoder has no generate to watch",
     ("testing/real_models.py", "leftover"): "a config loaded from GGUF carries leftovers, or not, by version",
 }

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hub_server import HubServer
+from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from editable_cache import Skill
@@ -100,3 +102,21 @@ def turned() -> Any:
     other = AutoModelForCausalLM.from_config(config).eval()
     other.load_state_dict(built()[0].state_dict())
     return other
+
+
+def card_of(hub: HubServer) -> str:
+    return files_of(hub)["README.md"].decode()
+
+
+def front_matter(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(text.split("---\n")[1])
+    return found
+
+
+def edit_card(old: str, new: str) -> None:
+    api = HfApi()
+    with open(api.hf_hub_download(SKILL, "README.md"), encoding="utf-8", newline="") as file:
+        text = file.read()
+    assert old in text
+    edited = text.replace(old, new)
+    api.upload_file(path_or_fileobj=edited.encode(), path_in_repo="README.md", repo_id=SKILL)
