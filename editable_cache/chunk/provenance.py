@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+
+STORED = re.compile(r"\bstored as (int8|fp8)\b")
+CONVERTED = re.compile(r"\bconverted from \w+ to \w+")
+"""What notes say of cells that were rounded after they were computed."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ forward of the sample. Forged or damaged cells of sampled tokens show; those of 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from editable_cache.adapters import host, identify, model_spec
 from editable_cache.adapters.wrappers import inner_model
 from editable_cache.cache import LedgeredCache, Segment
-from editable_cache.chunk import KVChunk, Part, Provenance
+from editable_cache.chunk import CONVERTED, STORED, KVChunk, Part, Provenance
 from editable_cache.errors import Reason, SpanError
 from editable_cache.forward import run
 from editable_cache.forward.compose import require_compatible, splice
@@ -37,9 +36,6 @@ the tolerance is twice that. What went through several has the largest of their 
 rounded cells single ones differ by 0.25 and 0.98: some tokens stand on an edge. So where cells were rounded the whole
 is computed, and nothing is read behind rounded cells.
 """
-
-ROUNDED = re.compile(r"stored as (int8|fp8)")
-CONVERTED = re.compile(r"converted from \w+ to \w+")
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,7 @@ def _precision(chunk: KVChunk) -> str:
     low = {str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION}
     went_through = {"16 bits" if chunk.model.dtype in low else "float32"}
     for note in _notes(chunk):
-        if stored := ROUNDED.fullmatch(note):
+        if stored := STORED.fullmatch(note):
             went_through.add(stored[1])
         elif CONVERTED.fullmatch(note):
             went_through.add("converted")
@@ -170,7 +166,7 @@ def _undecided(model: nn.Module, chunk: KVChunk) -> Iterator[Reason]:
     if provenance.how == "trained":
         yield Reason("provenance", "cells that a forward of tokens computed", "trained ones")
     for note in _notes(chunk):
-        if not ROUNDED.fullmatch(note) and not CONVERTED.fullmatch(note):
+        if not STORED.fullmatch(note) and not CONVERTED.fullmatch(note):
             yield Reason("provenance", "cells that were left as they were computed", note)
     ids = torch.tensor([*provenance.prefix_ids, *(i for part in provenance.parts for i in part.prefix_ids)])
     if bool((chunk.token_ids < 0).any()) or bool((ids < 0).any()):

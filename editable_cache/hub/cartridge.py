@@ -25,7 +25,7 @@ from torch import Tensor
 from editable_cache.chunk import KVChunk, Provenance
 from editable_cache.errors import ArtifactError, CompatibilityError, Reason, TrustWarning
 from editable_cache.hub.header import read_header
-from editable_cache.hub.manifest import require_own, unique
+from editable_cache.hub.manifest import read_bounded, require_own, unique
 from editable_cache.hub.payload import file_digest
 from editable_cache.hub.remote import is_repo_id
 from editable_cache.hub.schema import MOST_TOKENS, Section
@@ -192,16 +192,7 @@ def _dtype(chunk: KVChunk) -> torch.dtype:
 
 
 def _read_config(path: Path) -> Section:
-    require_own(path)
-    if not path.is_file():
-        raise ArtifactError(f"{path}: no such file; expected a folder that PEFT's save_pretrained wrote.")
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise ArtifactError(f"{path}: can't be read: {error}.") from error
-    if len(content) > MAX_CONFIG_BYTES:
-        raise ArtifactError(f"{path}: expected at most {MAX_CONFIG_BYTES} bytes, got more.")
+    content = read_bounded(path, MAX_CONFIG_BYTES, "PEFT's save_pretrained")
     try:
         return Section(json.loads(content.decode("utf-8"), object_pairs_hook=unique), str(path))
     except (ValueError, RecursionError) as error:

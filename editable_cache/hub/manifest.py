@@ -46,7 +46,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
         ArtifactError: if it is missing, too large, no JSON, of another kind or version, or changed since it was sealed.
     """
     path = folder / MANIFEST
-    content = _content(path)
+    content = read_bounded(path, MAX_MANIFEST_BYTES, "save_pretrained")
     try:
         if content.count(b"[") + content.count(b"{") > MOST_BRACKETS:
             raise ValueError(f"more than {MOST_BRACKETS} lists and objects")
@@ -78,17 +78,22 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
     return manifest
 
 
-def _content(path: Path) -> bytes:
+def read_bounded(path: Path, most: int, writer: str) -> bytes:
+    """All bytes of a small file of a folder that ``writer`` made.
+
+    Raises:
+        ArtifactError: if it is missing, no file, a link that leads out, unreadable, or larger than ``most`` bytes.
+    """
     require_own(path)
     if not path.is_file():  # a pipe or device would block
-        raise ArtifactError(f"{path}: no such file; expected a folder written by save_pretrained.")
+        raise ArtifactError(f"{path}: no such file; expected a folder written by {writer}.")
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_MANIFEST_BYTES + 1)
+            content = file.read(most + 1)
     except OSError as error:
         raise ArtifactError(f"{path}: can't be read: {error}.") from error
-    if len(content) > MAX_MANIFEST_BYTES:
-        raise ArtifactError(f"{path}: expected at most {MAX_MANIFEST_BYTES} bytes, got more.")
+    if len(content) > most:
+        raise ArtifactError(f"{path}: expected at most {most} bytes, got more.")
     return content
 
 

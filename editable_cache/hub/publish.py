@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 
-from editable_cache.chunk import KVChunk
+from editable_cache.chunk import CONVERTED, STORED, KVChunk
 from editable_cache.errors import ArtifactError, CompatibilityError
 from editable_cache.hub.build import Build, open_build
 from editable_cache.hub.card import TAGS, card
@@ -25,7 +24,6 @@ from editable_cache.ops.quantize import Storage
 from editable_cache.spec import compare
 
 README = "README.md"
-STORED, CONVERTED = re.compile(r"\bstored as (int8|fp8)\b"), re.compile(r"\bconverted from \w+ to \w+")
 """What the notes of a chunk say whose cells are not those that a model computed."""
 
 
