@@ -12,9 +12,10 @@ from editable_cache.spec import ModelIdentity
 
 
 def converted(chunk: KVChunk, model: ModelIdentity) -> KVChunk:
-    """The same cells in the dtype of ``model``, whose chunk it becomes; new tensors, and a note that says so.
+    """The same cells in the dtype of ``model``, whose chunk it becomes, with a note that says so.
 
-    The caller has made sure that ``model`` has the same weights in another dtype.
+    Cells are new tensors of the same shapes ``[1, num_heads, seq_len, head_dim]``; integer ones (counters), ids and
+    positions are shared with ``chunk``. The caller has made sure that ``model`` has the same weights in another dtype.
 
     Raises:
         CompatibilityError: for chunks of recurrent or compressing layers, whose states are not converted, and for cells
