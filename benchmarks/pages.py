@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import repair_page
 from page_parts import (
     artifact_table,
     axes_table,
@@ -67,6 +68,7 @@ def rendered() -> dict[Path, str]:
         numerics: numbers,
         ROOT / "docs" / "fidelity.md": fidelity_page(fidelity),
         ROOT / "docs" / "speed.md": speed_page(compose, probe, load),
+        **repair_page.rendered(ROOT / "docs", RESULTS),
         readme: text,
     }
 

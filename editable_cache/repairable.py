@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 from editable_cache.cache import LedgeredCache
 from editable_cache.forward.spans import Where
-from editable_cache.forward.text import TextOrIds
 from editable_cache.holding import HoldingCache
 from editable_cache.repair.collect import Traced
 from editable_cache.repair.geometry import Geometry
-from editable_cache.repair.repair import RepairOutcome, repair, traced
+from editable_cache.repair.repair import Query, RepairOutcome, repair, traced
 
 
 class RepairableCache(HoldingCache):
@@ -44,7 +43,7 @@ class RepairableCache(HoldingCache):
         self,
         budget: float = 0.1,
         *,
-        query: TextOrIds | None = None,
+        query: Query | None = None,
         document: Where | None = None,
         contamination: Where | None = None,
         signal: str | None = None,
@@ -59,12 +58,14 @@ class RepairableCache(HoldingCache):
 
         Args:
             budget: share of the document's cells, in (0, 1].
-            query: text or ids that the cache will be asked next; it runs once over a fork and is not kept.
+            query: text or ids that the cache will be asked next; it runs once over a fork and is not kept. Where it is
+                not known yet, several texts: a bank of generic queries, whose readings are averaged.
             document: span to repair. By default what was traced behind the contamination or the stale field, else
                 everything behind it; of an isolated chunk, its cells that are still isolated.
             contamination: span before it whose influence is to go.
             signal: name of what scores cells (``editable_cache.repair.list_signals()``), of tier 0 or 1; by default
-                ``"sir"`` with trace and query, ``"inflow_accumulated"`` with a trace, ``"readout"`` with a query.
+                ``"sir_columns"`` with trace and query (``"sir"`` where not whole columns are chosen),
+                ``"inflow_accumulated"`` with a trace, ``"readout"`` with a query.
             geometry: ``"columns"``, ``"cells"``, ``"prefixes"`` or ``"suffixes"``; a token with a chosen cell runs
                 through the whole model, so columns cost least for a share.
             from_layer: lowest layer of ``"suffixes"``.

@@ -4,7 +4,7 @@ from editable_cache.repair import baselines, signals_clean, signals_prefill, sig
 from editable_cache.repair.geometry import Geometry, mask_of
 from editable_cache.repair.search import Evaluate, SearchResult, beam_search, exhaustive_search, greedy_search
 from editable_cache.repair.selector import Signal, get_signal, list_signals, ranks, scores, signal
-from editable_cache.repair.trace import CleanTrace, PrefillTrace, ProbeTrace
+from editable_cache.repair.trace import CleanTrace, PrefillTrace, ProbeTrace, pooled
 from editable_cache.repair.view import Tier0View, Tier1View, Tier2View, View, narrowed
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "list_signals",
     "mask_of",
     "narrowed",
+    "pooled",
     "ranks",
     "scores",
     "signal",

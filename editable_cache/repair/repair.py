@@ -21,16 +21,22 @@ from editable_cache.repair.collect import PrefillTracer, Span, Traced, cell_norm
 from editable_cache.repair.geometry import Geometry, mask_of
 from editable_cache.repair.patch import recompute_masked, require_apart, span_name
 from editable_cache.repair.selector import Signal, get_signal
-from editable_cache.repair.trace import PrefillTrace
+from editable_cache.repair.trace import PrefillTrace, pooled
 from editable_cache.repair.view import Tier0View, Tier1View
 
 TRACED, TRACED_AND_ASKED, ASKED = "inflow_accumulated", "sir", "readout"
 """The signal by default: with a trace of the prefill, with a query too, with a query alone."""
 
+COLUMNS = "sir_columns"
+"""In place of the second one, for whole columns."""
+
 MOST_TRACES = 8
 """Traces that a cache keeps; the oldest go first."""
 
 _FIELD = "field {}:"
+
+Query = TextOrIds | Sequence[str]
+"""One query, or a bank of them whose readings are pooled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +106,7 @@ def repair(
     budget: float,
     *,
     traces: Sequence[Traced] = (),
-    query: TextOrIds | None = None,
+    query: Query | None = None,
     document: Where | None = None,
     contamination: Where | None = None,
     signal: str | None = None,
@@ -114,10 +120,10 @@ def repair(
     target = find_target(cache, traces, document, contamination)
     shape = (len(cache.layers), target.document[1] - target.document[0])
     mask_of(torch.zeros(shape), budget, geometry, from_layer=from_layer)  # refuses budgets before anything runs
-    ids = None if query is None else encode(tokenizer, query, first=False)
+    asked = _queries(tokenizer, query)
     trace = _trace_of(cache, target, traces)
-    chooser = _signal(signal, trace is not None, ids is not None)
-    scores = _scores(cache, tokenizer, target, chooser, trace, ids)
+    chooser = _signal(signal, trace is not None, bool(asked), geometry)
+    scores = _scores(cache, tokenizer, target, chooser, trace, asked)
     mask = mask_of(scores, budget, geometry, from_layer=from_layer)
     chosen = time.perf_counter()
     with operating(cache, "repair") as tally:
@@ -131,7 +137,7 @@ def repair(
         reason=target.reason,
         cells=int(mask.sum()),
         share=int(mask.sum()) / mask.numel(),
-        tokens_run=outcome.tokens_computed + (len(ids) if ids is not None and chooser.tier else 0),
+        tokens_run=outcome.tokens_computed + (sum(map(len, asked)) if chooser.tier else 0),
         seconds_selection=chosen - started,
         seconds_recompute=time.perf_counter() - chosen,
         signal=chooser.name,
@@ -180,11 +186,12 @@ def find_target(
     )
 
 
-def _signal(name: str | None, has_trace: bool, has_query: bool) -> Signal:
+def _signal(name: str | None, has_trace: bool, has_query: bool, geometry: Geometry) -> Signal:
     if name is None:
         if not has_trace and not has_query:
             raise LedgerError(_no_trace("A repair without a query"))
-        name = TRACED if not has_query else TRACED_AND_ASKED if has_trace else ASKED
+        asked = COLUMNS if geometry == "columns" else TRACED_AND_ASKED
+        name = TRACED if not has_query else asked if has_trace else ASKED
     found = get_signal(name)
     if found.tier > 1:
         raise SpanError(
@@ -194,6 +201,15 @@ def _signal(name: str | None, has_trace: bool, has_query: bool) -> Signal:
     if found.tier == 1 and not has_query:
         raise SpanError(f"repair: signal {name!r} reads what a query takes from the cache; pass query=text_or_ids.")
     return found
+
+
+def _queries(tokenizer: Any, query: Query | None) -> list[Tensor]:
+    """Ids of each query: of one text or list of ids, or of several texts."""
+    if query is None:
+        return []
+    several = not isinstance(query, str) and len(query) and all(isinstance(each, str) for each in query)
+    texts: Any = query if several else [query]
+    return [encode(tokenizer, each, first=False) for each in texts]
 
 
 def _no_trace(what: str) -> str:
@@ -210,12 +226,12 @@ def _scores(
     target: Target,
     chooser: Signal,
     trace: PrefillTrace | None,
-    ids: Tensor | None,
+    asked: Sequence[Tensor],
 ) -> Tensor:
     """Scores of all cells. Without a trace, what only a trace knows is filled with two different draws of noise: a
     signal whose scores differ reads it, and is refused.
     """
-    reading = probe(cache, ids, target.document) if chooser.tier and ids is not None else None
+    reading = pooled([probe(cache, ids, target.document) for ids in asked]) if chooser.tier else None
 
     def scored(prefill: PrefillTrace) -> Tensor:
         return chooser(Tier0View(prefill) if reading is None else Tier1View(prefill, reading))

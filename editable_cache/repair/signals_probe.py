@@ -70,6 +70,21 @@ def sir_layerwise(view: Tier1View) -> Tensor:
     return ranks(accumulated, per_layer=True) * ranks(view.probe.readout, per_layer=True)
 
 
+@signal("sir_columns", tier=1)
+def sir_columns(view: Tier1View, *, inflow_weight: float = 2.0) -> Tensor:
+    """``inflow_weight * rank(sum over l of A_l(j)) + rank(sum over l of readout_l(j))``, the same at all layers.
+
+    Tokens are ranked, not cells, and a sum lets no token out that only one side wants: for whole columns. Inflow weighs
+    more, because a token that is computed again sees stale ones: early tokens that the contamination wrote to itself
+    come out clean, late ones that are read much do not.
+
+    Source: ours, after S_IR.
+    """
+    written = ranks(inflow_accumulated(_tier0(view)).sum(0))
+    found = inflow_weight * written + ranks(view.probe.readout.sum(0))
+    return found.expand(view.prefill.shape)
+
+
 @signal("contaminated_flow", tier=1)
 def contaminated_flow(view: Tier1View) -> Tensor:
     """``E_l(j) * readout_l(j) / sum over j of readout_l(j)``.

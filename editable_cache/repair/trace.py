@@ -7,7 +7,9 @@ the cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -106,6 +108,21 @@ class CleanTrace:
     def shape(self) -> tuple[int, int]:
         """Number of layers and of tokens."""
         return self.attention.shape[0], self.attention.shape[1]
+
+
+def pooled(probes: Sequence[ProbeTrace], how: Literal["mean", "max"] = "mean") -> ProbeTrace:
+    """One trace of several queries over the same document: the mean of each cell's attention and readout, or the most.
+
+    A bank of generic queries stands in for a request that is not known yet.
+
+    Raises:
+        LedgerError: for no trace, or traces of different shapes.
+    """
+    shapes = sorted({trace.shape for trace in probes})
+    if len(shapes) != 1:
+        raise LedgerError(f"pooled: expected one or more traces of one document, got shapes {shapes}.")
+    stacked = (torch.stack([getattr(trace, name) for trace in probes]) for name in ("attention", "readout"))
+    return ProbeTrace(*(each.mean(0) if how == "mean" else each.amax(0) for each in stacked))
 
 
 def _require_arrays(trace: PrefillTrace | ProbeTrace | CleanTrace, per_token: dict[str, torch.dtype]) -> None:

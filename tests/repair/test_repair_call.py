@@ -12,7 +12,8 @@ from torch import Tensor
 
 from editable_cache import EditableCache, LedgerError, RepairOutcome, SpanError, UnsupportedModelError
 from editable_cache.forward import run
-from editable_cache.repair import list_signals, patch
+from editable_cache.repair import list_signals, mask_of, patch
+from editable_cache.repair.collect import probe
 from editable_cache.repair.repair import MOST_TRACES
 from editable_cache.testing import oracles
 from editable_cache.testing.contents import cells_in, layers_of, must_differ, same_cells
@@ -77,7 +78,8 @@ def test_a_budget_is_kept_and_helps(geometry: Any) -> None:
     assert outcome.cells == int(outcome.mask.sum())
     assert abs(outcome.share - 0.3) <= 1 / (stop - start)
     assert outcome.tokens_run == int(outcome.mask.any(0).sum()) + len(query_ids())
-    assert (outcome.signal, outcome.geometry, outcome.traced) == ("sir", geometry, True)
+    expected = "sir_columns" if geometry == "columns" else "sir"
+    assert (outcome.signal, outcome.geometry, outcome.traced) == (expected, geometry, True)
     assert gap(cache) < before
     assert len(cache.ledger) == length
     untouched = torch.ones(3, length, dtype=torch.bool)
@@ -100,7 +102,9 @@ def test_every_signal_serves(found: str) -> None:
 
 def test_defaults_follow_what_is_at_hand() -> None:
     assert contaminated().repair(contamination="instruction").signal == "inflow_accumulated"
-    assert contaminated().repair(contamination="instruction", query=QUESTION).signal == "sir"
+    assert contaminated().repair(contamination="instruction", query=QUESTION).signal == "sir_columns"
+    cells = contaminated().repair(contamination="instruction", query=QUESTION, geometry="cells")
+    assert cells.signal == "sir"
     bare = contaminated(trace=False).repair(contamination="instruction", query=QUESTION)
     assert (bare.signal, bare.traced) == ("readout", False)
 
@@ -120,6 +124,22 @@ def test_signals_that_need_no_trace_choose_the_same_without() -> None:
             assert torch.equal(without.mask, with_trace.mask), found.name
     assert {"sir", "inflow", "inflow_accumulated", "attention_received"} <= needing
     assert needing.isdisjoint({"readout", "probe_attention", "key_norm", "value_norm", "window", "random"})
+
+
+def test_a_bank_of_queries_is_averaged() -> None:
+    bank = ["What is it about?", "Who wrote it?"]
+    cache = contaminated()
+    document = cache.segment("document").span
+    readings = [probe(cache, torch.tensor(shared_tokenizer()(text)["input_ids"]), document) for text in bank]
+    expected = mask_of((readings[0].readout + readings[1].readout) / 2, 0.2, "columns")
+    outcome = cache.repair(0.2, query=bank, contamination="instruction", signal="readout")
+    assert torch.equal(outcome.mask, expected)
+    assert outcome.tokens_run == int(expected.any(0).sum()) + sum(len(shared_tokenizer()(t)["input_ids"]) for t in bank)
+    alone = contaminated().repair(0.2, query=bank[:1], contamination="instruction", signal="readout")
+    assert torch.equal(alone.mask, mask_of(readings[0].readout, 0.2, "columns"))
+    cache = contaminated()
+    with refused(cache, SpanError, ValueError, "at least one token"):
+        cache.repair(0.2, query=[QUESTION, ""], contamination="instruction", signal="readout")
 
 
 def test_a_stale_field_is_the_default() -> None:

@@ -28,6 +28,7 @@ from editable_cache.repair import (
     list_signals,
     mask_of,
     narrowed,
+    pooled,
     ranks,
     scores,
     selector,
@@ -61,6 +62,17 @@ def clean_trace(num_layers: int = LAYERS, num_tokens: int = TOKENS, seed: int = 
 def everything(num_layers: int = LAYERS, num_tokens: int = TOKENS) -> Tier2View:
     size = num_layers, num_tokens
     return Tier2View(prefill_trace(*size), probe_trace(*size), clean_trace(*size))
+
+
+def test_pooled_probes() -> None:
+    one, two = probe_trace(seed=1), probe_trace(seed=2)
+    assert torch.equal(pooled([one, two]).readout, (one.readout + two.readout) / 2)
+    assert torch.equal(pooled([one, two]).attention, (one.attention + two.attention) / 2)
+    assert torch.equal(pooled([one, two], "max").readout, torch.maximum(one.readout, two.readout))
+    assert torch.equal(pooled([one]).readout, one.readout)
+    for wrong in ([], [one, probe_trace(num_tokens=TOKENS + 1)]):
+        with pytest.raises(LedgerError, match="traces of one document"):
+            pooled(wrong)
 
 
 @pytest.fixture
@@ -395,6 +407,9 @@ def reference(name: str, view: Tier2View, layer: int, token: int) -> float:
     def shift() -> float:
         return abs(float(probe.attention[layer, token]) - float(clean.attention[layer, token]))
 
+    def whole(of: Callable[[int, int], float]) -> Callable[[int, int], float]:
+        return lambda _, j: sum(of(at, j) for at in range(num_layers))
+
     here = range(layer, layer + 1)
     flow = entering(layer, token) * share(readout)
     formulas: dict[str, Callable[[], float]] = {
@@ -425,6 +440,7 @@ def reference(name: str, view: Tier2View, layer: int, token: int) -> float:
         "inflow_attention": lambda: rank(accumulated) * rank(lambda at, j: float(probe.attention[at, j])),
         "sir_entering": lambda: rank(entering) * rank(read),
         "sir_layerwise": lambda: rank(accumulated, here) * rank(read, here),
+        "sir_columns": lambda: 2 * rank(whole(accumulated), here) + rank(whole(read), here),
         "contaminated_flow": lambda: flow,
         "flow_discounted": lambda: flow * (num_layers - layer) / num_layers,
         "flow_both": lambda: flow + entering(layer, token) * share(rows["attention_received"]),
@@ -535,13 +551,13 @@ def test_boundary_takes_the_head_of_every_chunk() -> None:
 def test_window_averages_and_diverse_discounts_neighbours() -> None:
     view = narrowed(everything(3, 20), 1)
     assert isinstance(view, Tier1View)
-    plain, pooled, diverse = (scores(name, view) for name in ("sir", "sir_window", "sir_diverse"))
+    plain, window, diverse = (scores(name, view) for name in ("sir", "sir_window", "sir_diverse"))
     for token in range(20):
         around = slice(max(0, token - 3), token + 4)
-        assert torch.allclose(pooled[:, token], plain[:, around].mean(1), rtol=1e-5)
+        assert torch.allclose(window[:, token], plain[:, around].mean(1), rtol=1e-5)
         near = plain[:, max(0, token - 2) : token + 3].sum(0)
         higher = int((near > plain[:, token].sum()).sum())
         assert torch.allclose(diverse[:, token], plain[:, token] / (1 + higher), rtol=1e-5)
     assert torch.allclose(sir_window(view, width=1), plain)
-    assert not torch.allclose(pooled, plain)
+    assert not torch.allclose(window, plain)
     assert not torch.allclose(diverse, plain)
