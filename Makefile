@@ -6,6 +6,7 @@
 #   make test-lowest  the tests with the lowest transformers that is supported
 #   make test-matrix  test and test-lowest
 #   make bench        benchmarks
+#   make bench-repair which cells to repair: hours; goes on where it was stopped
 #   make sweep        every model type of transformers against the oracles; writes docs/architectures.md
 #   make clean        remove environments and caches (not the downloaded models)
 
@@ -28,7 +29,7 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 export PYTHONUTF8 := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint types test test-all test-lowest test-matrix bench sweep format clean
+.PHONY: help venv demo lint types test test-all test-lowest test-matrix bench bench-repair sweep format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -87,6 +88,13 @@ bench: $(STAMP)
 	@$(VENV)/bin/python benchmarks/hybrids.py $(BENCH_ARGS)
 	@$(VENV)/bin/python benchmarks/load.py $(BENCH_ARGS)
 	@$(VENV)/bin/python benchmarks/storage.py $(BENCH_ARGS)
+
+bench-repair: $(STAMP)
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[bench]'
+	@cd benchmarks && for model in smollm2 gemma3_270m; do for part in grid deployable transfer oracle resumed masks; do \
+		../$(VENV)/bin/python -m repair.$$part $$model || exit 1; done; done
+	@cd benchmarks && for part in situations cost summary figures; do ../$(VENV)/bin/python -m repair.$$part || exit 1; done
+	@cd benchmarks && ../$(VENV)/bin/python pages.py
 
 sweep: $(STAMP)
 	@$(VENV)/bin/python -m editable_cache.testing.sweep --json benchmarks/results/architectures.json \

@@ -60,8 +60,9 @@ class RepairableCache(HoldingCache):
             budget: share of the document's cells, in (0, 1].
             query: text or ids that the cache will be asked next; it runs once over a fork and is not kept. Where it is
                 not known yet, several texts: a bank of generic queries, whose readings are averaged.
-            document: span to repair. By default what was traced behind the contamination or the stale field, else
-                everything behind it; of an isolated chunk, its cells that are still isolated.
+            document: span to repair. By default everything from the contamination or the stale field to the end of what
+                was traced behind it, or of all; of an isolated chunk, its cells that are still isolated. Tokens before
+                what was traced (the rest of a field's template) are chosen first.
             contamination: span before it whose influence is to go.
             signal: name of what scores cells (``editable_cache.repair.list_signals()``), of tier 0 or 1; by default
                 ``"sir_columns"`` with trace and query (``"sir"`` where not whole columns are chosen),

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from editable_cache import EditableCache
+from editable_cache.adapters import host
 from editable_cache.repair import PrefillTrace
 from editable_cache.testing.real_models import load_gemma3_270m, load_smollm2
 
@@ -123,7 +124,7 @@ def setup(name: str) -> Setup:
 
 def build(chosen: Setup, document_name: str, instruction_name: str, tokens: int = DOCUMENT_TOKENS) -> Case:
     """Prefill a case: once traced and contaminated, once clean."""
-    text = (DOCUMENTS / document_name).read_text(encoding="utf-8")
+    text = (DOCUMENTS / document_name).read_text(encoding="utf-8", errors="replace")  # some are in latin-1
     instruction, document = chosen.ids(INSTRUCTIONS[instruction_name]), chosen.ids(text)[:tokens]
     cache = EditableCache(chosen.model, tokenizer=chosen.tokenizer)
     cache.append(chosen.head)
@@ -156,5 +157,7 @@ def hidden_prefill(model: Any, ids: Tensor, hidden: tuple[int, int]) -> list[tup
     mask = several if len(several) > 1 else additive(None)
     cache = DynamicCache()  # without a config it keeps whole sliding layers
     with torch.no_grad():
-        model(input_ids=ids.reshape(1, -1), attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+        model(
+            input_ids=ids.reshape(1, -1), attention_mask=mask, logits_to_keep=1, **{host.cache_argument(model): cache}
+        )
     return [(layer.keys, layer.values) for layer in cache.layers]

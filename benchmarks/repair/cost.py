@@ -38,7 +38,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     found = {}
     for name in tqdm(MODELS, unit="model"):
-        found[name] = one_model(setup(name), 256 if quick else TOKENS, 3 if quick else 7)
+        found[name] = one_model(setup(name), 256 if quick else TOKENS, 3 if quick else 5)
         print(f"\n{name}", *(f"  {key}: {value}" for key, value in found[name].items()), sep="\n")
     if not quick:
         print(timing.write("repair_cost", {"tokens": TOKENS, "budget": BUDGET, "results": found}))

@@ -1,9 +1,9 @@
 """Real recomputation of what each selector chooses: `python -m repair.deployable MODEL [--quick]`.
 
-Every test document behind every instruction. The chosen tokens run through the model with the instruction hidden from
-them, and see all other tokens as they stand: what a server can do. The cost is the share of the document's (token,
-layer) pairs that run. Beside it the same masks patched from the clean cache. CacheBlend's criterion and the other
-signals of tier 2 are handed the clean cells for nothing.
+Every test document behind one instruction, with ``--rounds`` behind the others too. The chosen tokens run through the
+model with the instruction hidden from them, and see all other tokens as they stand: what a server can do. The cost is
+the share of the document's (token, layer) pairs that run. Beside it the same masks patched from the clean cache.
+CacheBlend's criterion and the other signals of tier 2 are handed the clean cells for nothing.
 """
 
 from __future__ import annotations
@@ -48,22 +48,25 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one case, two signals, nothing kept")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--signals", nargs="*", default=SIGNALS)
+    parser.add_argument("--rounds", type=int, default=1, help="instructions for each document, 1 to 3")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     os.environ["TQDM_DISABLE"] = "1"  # of the library's own forwards; the bar of the cases stays
     torch.set_num_threads(arguments.threads)
-    run(setup(arguments.model), arguments.signals[:2] if arguments.quick else arguments.signals, arguments.quick)
+    names = arguments.signals[:2] if arguments.quick else arguments.signals
+    run(setup(arguments.model), names, arguments.rounds, arguments.quick)
 
 
-def run(chosen: Setup, names: Sequence[str], quick: bool) -> None:
+def run(chosen: Setup, names: Sequence[str], rounds: int, quick: bool) -> None:
     kept = Kept(None if quick else f"deployable_{chosen.name}")
-    cases = [(document, instruction) for document in TEST for instruction in INSTRUCTIONS]
-    for number, (document, instruction) in enumerate(tqdm(cases[:1] if quick else cases, unit="case", disable=False)):
+    turns = [(turn, number) for turn in range(rounds) for number in range(len(TEST))]
+    for turn, number in tqdm(turns[:1] if quick else turns, unit="case", disable=False):
+        document, instruction = TEST[number], list(INSTRUCTIONS)[(number + turn) % len(INSTRUCTIONS)]
         missing = [name for name in (*names, "everything") if not kept.has(document, instruction, name)]
         if not missing:
             continue
         case = build(chosen, document, instruction)
-        query = QUERIES[(number // len(INSTRUCTIONS) + number) % len(QUERIES)]
+        query = QUERIES[(number + turn) % len(QUERIES)]
         judge, view = prepare(chosen, case, query)
         for name in missing:
             whole = torch.ones(case.trace.shape, dtype=torch.bool)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from editable_cache import EditableCache
+from editable_cache.adapters import host
 from repair.cases import Case, Setup
 
 ANSWER_TOKENS = 16
@@ -68,7 +69,7 @@ class Judge:
         with _attention_outputs(self._model, kept) as outputs, torch.no_grad():
             found = self._model(
                 input_ids=ids[None],
-                past_key_values=cache.fork(),
+                **{host.cache_argument(self._model): cache.fork()},
                 position_ids=_positions(cache, len(ids)),
                 logits_to_keep=kept,
                 output_hidden_states=True,
@@ -110,7 +111,7 @@ class Judge:
             with torch.no_grad():
                 found = self._model(
                     input_ids=ids[None],
-                    past_key_values=cache,
+                    **{host.cache_argument(self._model): cache},
                     position_ids=_positions(cache, len(ids)),
                     logits_to_keep=1,
                 )

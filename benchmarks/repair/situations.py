@@ -105,10 +105,9 @@ def main() -> None:
     found: dict[str, Any] = {model: {} for model in MODELS}
     for model, kind in ((model, kind) for model in MODELS for kind in QUESTIONS):
         found[model][kind] = summary([done[model, kind, name] for name in names])
-    for model, kind, question in ((m, k, q) for m in found for k in found[m] for q in found[m][k]):
-        print(f"\n{model}, {kind}, question {question}: {found[model][kind][question]['start']}")
-        for arm, row in found[model][kind][question]["arms"].items():
-            print(f"  {arm:32} {row}")
+        for question, entry in found[model][kind].items():
+            lines = [f"  {arm:32} {row}" for arm, row in entry["arms"].items()]
+            print(f"\n{model}, {kind}, question {question}: {entry['start']}", *lines, sep="\n")
     if not quick:
         tokens = {"document": DOCUMENT_TOKENS, "context": CONTEXT_TOKENS, "answer": ANSWER_TOKENS}
         settings = {"tokens": tokens, "documents": TEST, "changes": CHANGES, "signals": SIGNALS}
@@ -162,6 +161,7 @@ def build_field(
     """A field that changes before a traced document, or before a policy with the document behind it.
 
     The *gap* is what stands between the field and the document: the end of the template, which no trace covers.
+    ``document alone`` leaves it stale, ``gap`` begins with it.
     """
     old, new = change
     before = EditableCache(chosen.model, tokenizer=chosen.tokenizer)
@@ -192,8 +192,10 @@ def build_field(
     for budget in BUDGETS:
         starts = {"trace": stale, "window": bare, "gap, trace": gapless}
         arms += [_repair(name, cache, budget) for name, cache in starts.items()]
+        arms.append(_repair("document alone, trace", stale, budget, document="document"))
     for asked, query in queries.items():
-        arms.append(_repair("trace+query", stale, 0.1, asked, query=query))
+        arms.append(_repair("document alone, trace+query", stale, 0.1, asked, query=query, document="document"))
+        arms += [_repair("sir_columns", stale, budget, asked, query=query) for budget in BUDGETS]
         arms += [_repair("gap, trace+query", gapless, budget, asked, query=query) for budget in BUDGETS]
         arms.append(_repair("query", bare, 0.1, asked, query=query))
         arms.append(_repair("gap, query", bare_gapless, 0.1, asked, query=query))
@@ -270,9 +272,8 @@ def _queries(chosen: Setup, kind: str, quick: bool) -> dict[str, Tensor]:
 
 
 def _repair(name: str, start: EditableCache, budget: float, asked: str | None = None, **options: Any) -> Arm:
-    transfer = budget == 0.1 and name in ("gap, trace+query", "query")
-    plain = name.rpartition(", ")[2]
-    options["signal"] = SIGNALS.get(plain, plain)
+    transfer = budget == 0.1 and name in ("gap, trace+query", "query", "sir_columns")
+    options["signal"] = SIGNALS.get(plain := name.rpartition(", ")[2], plain)
     return Arm(f"{name} {budget:g}", start, lambda cache: cache.repair(budget, **options).tokens_run, asked, transfer)
 
 

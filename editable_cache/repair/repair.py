@@ -21,7 +21,7 @@ from editable_cache.repair.collect import PrefillTracer, Span, Traced, cell_norm
 from editable_cache.repair.geometry import Geometry, mask_of
 from editable_cache.repair.patch import recompute_masked, require_apart, span_name
 from editable_cache.repair.selector import Signal, get_signal
-from editable_cache.repair.trace import PrefillTrace, pooled
+from editable_cache.repair.trace import PrefillTrace, ProbeTrace, pooled
 from editable_cache.repair.view import Tier0View, Tier1View
 
 TRACED, TRACED_AND_ASKED, ASKED = "inflow_accumulated", "sir", "readout"
@@ -121,9 +121,9 @@ def repair(
     shape = (len(cache.layers), target.document[1] - target.document[0])
     mask_of(torch.zeros(shape), budget, geometry, from_layer=from_layer)  # refuses budgets before anything runs
     asked = _queries(tokenizer, query)
-    trace = _trace_of(cache, target, traces)
-    chooser = _signal(signal, trace is not None, bool(asked), geometry)
-    scores = _scores(cache, tokenizer, target, chooser, trace, asked)
+    known = _trace_of(cache, target, traces)
+    chooser = _signal(signal, known is not None, bool(asked), geometry)
+    scores = _scores(cache, tokenizer, target, chooser, known, asked)
     mask = mask_of(scores, budget, geometry, from_layer=from_layer)
     chosen = time.perf_counter()
     with operating(cache, "repair") as tally:
@@ -142,7 +142,7 @@ def repair(
         seconds_recompute=time.perf_counter() - chosen,
         signal=chooser.name,
         geometry=geometry,
-        traced=trace is not None,
+        traced=known is not None,
     )
 
 
@@ -225,23 +225,32 @@ def _scores(
     tokenizer: Any,
     target: Target,
     chooser: Signal,
-    trace: PrefillTrace | None,
+    known: tuple[int, PrefillTrace] | None,
     asked: Sequence[Tensor],
 ) -> Tensor:
-    """Scores of all cells. Without a trace, what only a trace knows is filled with two different draws of noise: a
-    signal whose scores differ reads it, and is refused.
+    """Scores of all cells.
+
+    Where no trace covers the document, what only a trace knows is filled with two different draws of noise: a signal
+    whose scores are the same reads none of it. One that reads a trace scores what is covered; tokens before that, which
+    stand between the contamination and what was traced, come first, from the contamination on.
     """
     reading = pooled([probe(cache, ids, target.document) for ids in asked]) if chooser.tier else None
-
-    def scored(prefill: PrefillTrace) -> Tensor:
-        return chooser(Tier0View(prefill) if reading is None else Tier1View(prefill, reading))
-
-    if trace is not None:
-        return scored(trace)
-    first, second = (scored(_untraced(cache, tokenizer, target, seed)) for seed in (0, 1))
-    if not torch.equal(first, second):
+    gap, trace = known or (0, None)
+    if trace is None or gap:
+        first, second = (_scored(chooser, _untraced(cache, tokenizer, target, seed), reading) for seed in (0, 1))
+        if torch.equal(first, second):
+            return first
+    if trace is None:
         raise LedgerError(_no_trace(f"Signal {chooser.name!r}"))
-    return first
+    if reading is not None:
+        reading = ProbeTrace(reading.attention[:, gap:], reading.readout[:, gap:])
+    covered = _scored(chooser, trace, reading)
+    ahead = covered.max() + torch.arange(gap, 0, -1, dtype=covered.dtype)
+    return torch.cat([ahead.expand(len(covered), gap), covered], dim=1)
+
+
+def _scored(chooser: Signal, prefill: PrefillTrace, reading: ProbeTrace | None) -> Tensor:
+    return chooser(Tier0View(prefill) if reading is None else Tier1View(prefill, reading))
 
 
 def _untraced(cache: LedgeredCache, tokenizer: Any, target: Target, seed: int) -> PrefillTrace:
@@ -265,17 +274,22 @@ def _untraced(cache: LedgeredCache, tokenizer: Any, target: Target, seed: int) -
     )
 
 
-def _trace_of(cache: LedgeredCache, target: Target, traces: Sequence[Traced]) -> PrefillTrace | None:
-    """The latest trace that covers the document, of the same writer, cut to it."""
-    ids = cache.ledger.ids[0, slice(*target.document)]
+def _trace_of(cache: LedgeredCache, target: Target, traces: Sequence[Traced]) -> tuple[int, PrefillTrace] | None:
+    """The latest trace of the same writer that covers the document, cut to it, or all of it but its first tokens; and
+    the number of those.
+    """
+    start, stop = target.document
+    ids = cache.ledger.ids[0]
     for each in reversed(traces):
         if not _same_writer(cache, target.writer, each):
             continue
-        at = _offset(each, target.document[0], ids)
+        standing = _found(ids, each.trace.token_ids, each.document[0])
+        gap = standing - start if standing is not None and start < standing < stop else 0
+        at = _offset(each, start + gap, ids[start + gap : stop])
         if at is not None:
-            cut = slice(at, at + len(ids))
+            cut = slice(at, at + stop - start - gap)
             arrays = {name: value[..., cut].clone() for name, value in vars(each.trace).items()}
-            return PrefillTrace(**arrays)
+            return gap, PrefillTrace(**arrays)
     return None
 
 
@@ -296,14 +310,14 @@ def _offset(each: Traced, start: int, ids: Tensor) -> int | None:
 
 
 def _traced_document(cache: LedgeredCache, writer: Span, traces: Sequence[Traced], within: Span) -> Span | None:
-    """Where the document of the latest trace of this writer stands now, as far as it lies in ``within``."""
+    """From the start of ``within`` to where the document of the latest trace of this writer ends now."""
     for each in reversed(traces):
         if _same_writer(cache, writer, each):
             at = _found(cache.ledger.ids[0], each.trace.token_ids, each.document[0])
             if at is not None:
-                start, stop = max(at, within[0]), min(at + len(each.trace.token_ids), within[1])
-                if start < stop:
-                    return start, stop
+                stop = min(at + len(each.trace.token_ids), within[1])
+                if max(at, within[0]) < stop:
+                    return within[0], stop
     return None
 
 

@@ -155,16 +155,40 @@ def test_a_stale_field_is_the_default() -> None:
     assert outcome.without is None
     assert outcome.traced
     assert "status" in outcome.reason
-    assert outcome.document == (start, stop)
-    repaired = outcome.mask.all(0).nonzero()[:, 0] + start
+    behind = cache.field("status").spans[0][1]  # the end of the template was not in the context: it comes first
+    assert 0 < start - behind < outcome.cells // len(outcome.mask)
+    assert outcome.document == (behind, stop)
+    assert bool(outcome.mask[:, : start - behind].all())
+    repaired = outcome.mask.all(0).nonzero()[:, 0] + behind
     stale = {slot for span in cache.ledger.stale for slot in range(span.start, span.stop)}
-    assert stale == set(range(cache.field("status").spans[0][1], stop)) - set(repaired.tolist())
+    assert stale == set(range(behind, stop)) - set(repaired.tolist())
     assert cache.verify().ok
-    tail = cache.repair(1.0, document=(cache.field("status").spans[0][1], stop), query=QUESTION)
-    assert not tail.traced  # what the field's own segment has behind it was not in the context
+    assert cache.repair(1.0, query=QUESTION).traced
     exact.edit("status", "delivered", method="suffix")
     oracles.check(cells_in(cache), cells_in(exact))
     assert not cache.ledger.stale
+
+
+def test_behind_a_gap_the_trace_decides() -> None:
+    cache = make_cache()
+    cache.append("order_status: {status} \nthe order was delivered.\n", name="order", fields={"status": "pending"})
+    with cache.tracing(cache.field("status").spans[0]):
+        cache.append(DOCUMENT, name="notes")
+    cache.refresh_field("status", "delivered")
+    behind, (start, stop) = cache.field("status").spans[0][1], cache.segment("notes").span
+    gap, few = start - behind, cache.fork()
+    for options in ({"signal": "inflow_accumulated"}, {"signal": "sir", "query": QUESTION}):
+        whole, within = cache.fork(), cache.fork()
+        found = whole.repair(0.5, **options).mask
+        count = int(found.all(0).sum())
+        expected = within.repair((count - gap) / (stop - start), document=(start, stop), **options).mask
+        assert bool(found[:, :gap].all())
+        assert torch.equal(found[:, gap:], expected)
+        assert 0 < int(expected.all(0).sum()) < stop - start
+    mask = few.repair(2 / (stop - behind), signal="inflow_accumulated").mask
+    assert mask.all(0).nonzero()[:, 0].tolist() == [0, 1]  # nearest to the field
+    asked = cache.repair(0.2, query=QUESTION, signal="readout")  # reads no trace, so the gap is like the rest
+    assert not bool(asked.mask[:, :gap].all())
 
 
 def test_partly_repaired_columns_stay_stale() -> None:

@@ -18,8 +18,6 @@ from repair.stats import interval
 
 from editable_cache import EditableCache
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
-
 
 def setup() -> Setup:
     return Setup("tiny", shared_model(), shared_tokenizer(), [], "the status is")
@@ -62,7 +60,7 @@ def test_reported_chances_are_of_the_given_tokens() -> None:
     _, stale = stale_field()
     judge = judge_of(stale, exact(setup(), stale))
     row = score(judge, stale, (7, 9))
-    chances = judge.unrepaired.logits[0].double().softmax(-1)
+    chances = judge.read(stale).logits[0].double().softmax(-1)
     assert row["right_value"] == pytest.approx(float(chances[7]))
     assert row["old_value"] == pytest.approx(float(chances[9]))
     assert row["right_preferred"] == pytest.approx(float(chances[7] / (chances[7] + chances[9])))
