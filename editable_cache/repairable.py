@@ -65,8 +65,8 @@ class RepairableCache(HoldingCache):
                 what was traced (the rest of a field's template) are chosen first.
             contamination: span before it whose influence is to go.
             signal: name of what scores cells (``editable_cache.repair.list_signals()``), of tier 0 or 1; by default
-                ``"sir_columns"`` with trace and query (``"sir"`` where not whole columns are chosen),
-                ``"inflow_accumulated"`` with a trace, ``"readout"`` with a query.
+                ``"inflow_accumulated"`` with a trace, and for whole columns ``"sir_columns"`` with trace and query,
+                ``"near_and_read"`` with a query (for other shapes ``"sir"`` and ``"readout"``).
             geometry: ``"columns"``, ``"cells"``, ``"prefixes"`` or ``"suffixes"``; a token with a chosen cell runs
                 through the whole model, so columns cost least for a share.
             from_layer: lowest layer of ``"suffixes"``.

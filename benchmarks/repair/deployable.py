@@ -29,6 +29,8 @@ from repair.progress import Kept
 BUDGETS = (0.01, 0.02, 0.05, 0.1, 0.2)
 SIGNALS = (
     "sir_columns",
+    "column_ranks",
+    "near_and_read",
     "sir",
     "cacheblend",
     "kv_deviation",

@@ -199,6 +199,7 @@ def build_field(
         arms += [_repair("gap, trace+query", gapless, budget, asked, query=query) for budget in BUDGETS]
         arms.append(_repair("query", bare, 0.1, asked, query=query))
         arms.append(_repair("gap, query", bare_gapless, 0.1, asked, query=query))
+        arms.append(_repair("near_and_read", bare, 0.1, asked, query=query))
     if quick or kind == "policy":
         arms = [arm for arm in arms if arm.name.rpartition(" ")[2] not in ("0.05", "0.2")]
     values = chosen.ids(f" {new}")[0], chosen.ids(f" {old}")[0]
@@ -225,7 +226,8 @@ def build_seam(chosen: Setup, kind: str, text: str, _: Any, quick: bool) -> tupl
         for budget in (0.1,) if quick else BUDGETS:
             arms.append(_repair("query", spliced[0], budget, asked, query=query))
         arms.append(_repair("seam 1, query", spliced[1], 0.1, asked, query=query))
-        arms.append(_repair("attention", spliced[0], 0.1, asked, query=query))
+        for name in ("attention", "near_and_read"):
+            arms.append(_repair(name, spliced[0], 0.1, asked, query=query))
     return Situation(spliced[0], exact(chosen, spliced[0]), queries, None), arms
 
 

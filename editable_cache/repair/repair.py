@@ -27,8 +27,8 @@ from editable_cache.repair.view import Tier0View, Tier1View
 TRACED, TRACED_AND_ASKED, ASKED = "inflow_accumulated", "sir", "readout"
 """The signal by default: with a trace of the prefill, with a query too, with a query alone."""
 
-COLUMNS = "sir_columns"
-"""In place of the second one, for whole columns."""
+TRACED_AND_ASKED_COLUMNS, ASKED_COLUMNS = "sir_columns", "near_and_read"
+"""In place of the last two, for whole columns."""
 
 MOST_TRACES = 8
 """Traces that a cache keeps; the oldest go first."""
@@ -190,8 +190,9 @@ def _signal(name: str | None, has_trace: bool, has_query: bool, geometry: Geomet
     if name is None:
         if not has_trace and not has_query:
             raise LedgerError(_no_trace("A repair without a query"))
-        asked = COLUMNS if geometry == "columns" else TRACED_AND_ASKED
-        name = TRACED if not has_query else asked if has_trace else ASKED
+        columns = geometry == "columns"
+        with_both = TRACED_AND_ASKED_COLUMNS if columns else TRACED_AND_ASKED
+        name = TRACED if not has_query else with_both if has_trace else ASKED_COLUMNS if columns else ASKED
     found = get_signal(name)
     if found.tier > 1:
         raise SpanError(
@@ -215,7 +216,7 @@ def _queries(tokenizer: Any, query: Query | None) -> list[Tensor]:
 def _no_trace(what: str) -> str:
     return (
         f"{what} needs a trace of the document's prefill, and this cache has none: append the document inside "
-        "'with cache.tracing(contamination): ...'. Without a trace pass query= and signal='readout', or "
+        "'with cache.tracing(contamination): ...'. Without a trace pass query= and no signal=, or "
         "signal='window', which needs neither."
     )
 

@@ -70,19 +70,41 @@ def sir_layerwise(view: Tier1View) -> Tensor:
     return ranks(accumulated, per_layer=True) * ranks(view.probe.readout, per_layer=True)
 
 
-@signal("sir_columns", tier=1)
-def sir_columns(view: Tier1View, *, inflow_weight: float = 2.0) -> Tensor:
+@signal("column_ranks", tier=1)
+def column_ranks(view: Tier1View, *, inflow_weight: float = 2.0) -> Tensor:
     """``inflow_weight * rank(sum over l of A_l(j)) + rank(sum over l of readout_l(j))``, the same at all layers.
 
-    Tokens are ranked, not cells, and a sum lets no token out that only one side wants: for whole columns. Inflow weighs
-    more, because a token that is computed again sees stale ones: early tokens that the contamination wrote to itself
-    come out clean, late ones that are read much do not.
+    Tokens are ranked, not cells, and a sum lets no token out that only one side wants. Inflow weighs more, because a
+    token that is computed again sees stale ones: early tokens that the contamination wrote to itself come out clean,
+    late ones that are read much do not.
 
-    Source: ours, after S_IR.
+    Source: ours, after S_IR, for whole columns.
     """
     written = ranks(inflow_accumulated(_tier0(view)).sum(0))
-    found = inflow_weight * written + ranks(view.probe.readout.sum(0))
-    return found.expand(view.prefill.shape)
+    return _columns(view, inflow_weight * written + ranks(view.probe.readout.sum(0)))
+
+
+@signal("sir_columns", tier=1)
+def sir_columns(view: Tier1View) -> Tensor:
+    """``rank(sum over l of S_IR_l(j)) + rank(column_ranks(j))``, the same at all layers.
+
+    The two fail in different documents, and their mean seldom.
+
+    Source: ours, after S_IR, for whole columns.
+    """
+    return _columns(view, ranks(sir(view).sum(0)) + ranks(column_ranks(view)[0]))
+
+
+@signal("near_and_read", tier=1)
+def near_and_read(view: Tier1View, *, near_weight: float = 2.0) -> Tensor:
+    """``near_weight * rank(-distance(j)) + rank(sum over l of readout_l(j))``, the same at all layers.
+
+    ``column_ranks`` with the distance to the contamination in place of the inflow: it needs no trace.
+
+    Source: ours; the window of arXiv 2609.17983, and RF's readout.
+    """
+    near = ranks(-view.prefill.distance.to(torch.float32))
+    return _columns(view, near_weight * near + ranks(view.probe.readout.sum(0)))
 
 
 @signal("contaminated_flow", tier=1)
@@ -145,6 +167,11 @@ def sir_diverse(view: Tier1View, *, reach: int = 2) -> Tensor:
 
 def _tier0(view: Tier1View) -> Tier0View:
     return Tier0View(view.prefill)
+
+
+def _columns(view: Tier1View, values: Tensor) -> Tensor:
+    """One value per token ``[num_tokens]``, the same at all layers."""
+    return values.expand(view.prefill.shape)
 
 
 def _shares(values: Tensor) -> Tensor:

@@ -106,7 +106,9 @@ def test_defaults_follow_what_is_at_hand() -> None:
     cells = contaminated().repair(contamination="instruction", query=QUESTION, geometry="cells")
     assert cells.signal == "sir"
     bare = contaminated(trace=False).repair(contamination="instruction", query=QUESTION)
-    assert (bare.signal, bare.traced) == ("readout", False)
+    assert (bare.signal, bare.traced) == ("near_and_read", False)
+    bare = contaminated(trace=False).repair(contamination="instruction", query=QUESTION, geometry="cells")
+    assert bare.signal == "readout"
 
 
 def test_signals_that_need_no_trace_choose_the_same_without() -> None:

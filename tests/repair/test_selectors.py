@@ -391,13 +391,6 @@ def reference(name: str, view: Tier2View, layer: int, token: int) -> float:
     def share(values: list[list[float]]) -> float:
         return values[layer][token] / sum(values[layer])
 
-    def rank(of: Callable[[int, int], float], layers: range | None = None) -> float:
-        every = [of(at, j) for at in layers or range(num_layers) for j in range(num_tokens)]
-        mine = of(layer, token)
-        below = sum(other < mine - 1e-9 for other in every)
-        equal = sum(abs(other - mine) <= 1e-9 for other in every)
-        return (below + (equal - 1) / 2) / (len(every) - 1)
-
     def read(at: int, j: int) -> float:
         return readout[at][j]
 
@@ -410,7 +403,23 @@ def reference(name: str, view: Tier2View, layer: int, token: int) -> float:
     def whole(of: Callable[[int, int], float]) -> Callable[[int, int], float]:
         return lambda _, j: sum(of(at, j) for at in range(num_layers))
 
+    def rank_at(of: Callable[[int, int], float], at: int, j: int, layers: range | None = None) -> float:
+        every = [of(k, i) for k in layers or range(num_layers) for i in range(num_tokens)]
+        below = sum(other < of(at, j) - 1e-9 for other in every)
+        equal = sum(abs(other - of(at, j)) <= 1e-9 for other in every)
+        return (below + (equal - 1) / 2) / (len(every) - 1)
+
+    def rank(of: Callable[[int, int], float], layers: range | None = None) -> float:
+        return rank_at(of, layer, token, layers)
+
     here = range(layer, layer + 1)
+
+    def inflow_readout(at: int, j: int) -> float:
+        return rank_at(accumulated, at, j) * rank_at(read, at, j)
+
+    def both_columns(at: int, j: int) -> float:
+        return 2 * rank_at(whole(accumulated), layer, j, here) + rank_at(whole(read), layer, j, here)
+
     flow = entering(layer, token) * share(readout)
     formulas: dict[str, Callable[[], float]] = {
         "inflow": lambda: inflow[layer][token],
@@ -440,7 +449,9 @@ def reference(name: str, view: Tier2View, layer: int, token: int) -> float:
         "inflow_attention": lambda: rank(accumulated) * rank(lambda at, j: float(probe.attention[at, j])),
         "sir_entering": lambda: rank(entering) * rank(read),
         "sir_layerwise": lambda: rank(accumulated, here) * rank(read, here),
-        "sir_columns": lambda: 2 * rank(whole(accumulated), here) + rank(whole(read), here),
+        "column_ranks": lambda: 2 * rank(whole(accumulated), here) + rank(whole(read), here),
+        "sir_columns": lambda: rank(whole(inflow_readout), here) + rank(both_columns, here),
+        "near_and_read": lambda: 2 * rank(lambda _, j: -(j + 3.0), here) + rank(whole(read), here),
         "contaminated_flow": lambda: flow,
         "flow_discounted": lambda: flow * (num_layers - layer) / num_layers,
         "flow_both": lambda: flow + entering(layer, token) * share(rows["attention_received"]),
