@@ -11,7 +11,16 @@ from typing import Any
 from page_parts import machine, ms, ratio, row, short, table
 from repair_tables import GEOMETRIES, MODELS, number, percent, tables_page, triple
 
-HEADLINE = ("attention_shift", "sir", "inflow_accumulated", "window", "even_columns", "random", "shallow_layers")
+HEADLINE = (
+    "attention_shift",
+    "sir",
+    "sir_columns",
+    "inflow_accumulated",
+    "window",
+    "even_columns",
+    "random",
+    "shallow_layers",
+)
 STUDY = {
     ("cells", "attention_shift"): "0.915",
     ("cells", "sir"): "0.859",
@@ -115,7 +124,7 @@ def paired(results: Results) -> str:
     """Differences of selectors at equal cost."""
     parts = []
     for model, found in results.get("repair", {}).get("deployable", {}).items():
-        opponents = [name for name in ("sir", "cacheblend", "kv_deviation") if name in found["selectors"]]
+        opponents = [name for name in ("sir", "cacheblend", "kv_deviation", "window") if name in found["selectors"]]
         shown = [budget for budget in (0.05, 0.1, 0.2) if budget in found["budgets"]]
         places = [found["budgets"].index(budget) for budget in shown]
         lines = [
@@ -139,6 +148,31 @@ def transfer(results: Results) -> str:
         budgets = [percent(budget) for budget in found["budgets"]]
         head = ["mask chosen with", *budgets, *(f"- matched, {budget}" for budget in budgets)]
         parts.append(f"**{MODELS[model]}**, {found['documents']} documents\n\n" + table(head, lines))
+    return "\n".join(parts)
+
+
+def resumed(results: Results) -> str:
+    """Columns resumed at a layer from what was stored there, at equal cost."""
+    parts = []
+    for model, found in results.get("repair", {}).get("resumed", {}).items():
+        rows = {(each["signal"], each["from_layer"], each["budget"]): each for each in found["rows"]}
+        budgets = list(dict.fromkeys(each["budget"] for each in found["rows"]))
+        starts = list(dict.fromkeys((each["signal"], each["from_layer"]) for each in found["rows"]))
+        lines = [
+            row(
+                [
+                    signal,
+                    str(layer),
+                    *(
+                        f"{number(each['l2'])} ({each['tokens']:,.0f})"
+                        for each in (rows[signal, layer, b] for b in budgets)
+                    ),
+                ]
+            )
+            for signal, layer in starts
+        ]
+        head = ["", "from layer", *(f"{percent(budget)} (tokens)" for budget in budgets)]
+        parts.append(f"**{MODELS[model]}**, {found['documents']} calibration documents\n\n" + table(head, lines))
     return "\n".join(parts)
 
 
@@ -241,7 +275,7 @@ def cost(results: Results) -> str:
 
 
 PARTS: dict[str, Callable[[Results], str]] = {
-    each.__name__: each for each in (headline, deployable, paired, transfer, oracle, local, situations, cost)
+    each.__name__: each for each in (headline, deployable, paired, resumed, transfer, oracle, local, situations, cost)
 }
 PLOTS = {
     "bench:repair-headline": {

@@ -72,6 +72,9 @@ def folder(tmp_path: Path) -> Path:
     same = {f"query {k}": [0.9 if j == k else 0.3 + 0.1 * k for j in range(4)] for k in range(4)}
     found = {"budgets": {"0.1": {**same, "bank, mean": [0.4, 0.5, 0.6, 0.7]}}}
     write(tmp_path / "transfer_smollm2.jsonl", [((document,), found) for document in DOCUMENTS])
+    row = {"signal": "sir", "from_layer": 5, "budget": 0.1, "tokens": 240}
+    items = [((name,), {"rows": [{**row, "l2": l2, "kl": -l2}]}) for name, l2 in (("a", 0.2), ("b", 0.4))]
+    write(tmp_path / "resumed_smollm2.jsonl", items)
     return tmp_path
 
 
@@ -98,7 +101,7 @@ def test_cases_of_a_document_are_averaged_first(folder: Path) -> None:
     assert sir["recompute"]["l2"][1] == [round(each, 4) for each in interval(values)]
     assert sir["tokens"] == [10, 100]
     assert sir["by_instruction"]["german"][1] == pytest.approx(sir["by_instruction"]["reviewer"][1] + 0.2)
-    assert list(sir["minus"]) == ["cacheblend"]
+    assert list(sir["minus"]) == ["cacheblend", "window"]
     assert sir["minus"]["cacheblend"][1] == [pytest.approx(0.02)] * 3
     assert found["everything"] == {"cases": 1, "recompute": pytest.approx(2e-6), "patch": 0}
 
@@ -109,6 +112,15 @@ def test_matched_and_mismatched_requests(folder: Path) -> None:
     assert ways["mismatched"]["recovery"] == [[0.45] * 3]
     assert ways["bank, mean"]["recovery"] == [[0.55] * 3]
     assert ways["bank, mean"]["minus_matched"] == [[-0.35] * 3]
+
+
+def test_resumed_rows_are_averaged(folder: Path) -> None:
+    found = summary(folder)["resumed"]["smollm2"]
+    assert found["documents"] == 2
+    row = found["rows"][0]
+    assert (row["signal"], row["from_layer"], row["tokens"]) == ("sir", 5, 240)
+    assert (row["l2"], row["kl"]) == (pytest.approx(0.3), pytest.approx(-0.3))
+    assert "| sir | 5 | 0.30 (240) |" in repair_page.resumed({"repair": summary(folder)})
 
 
 def test_local_and_end_to_end(folder: Path) -> None:

@@ -27,7 +27,7 @@ MODELS = ("smollm2", "gemma3_270m")
 HIDDEN_SIGNALS = ("sir", "attention_shift", "inflow_accumulated", "shallow_layers")
 HIDDEN_GEOMETRIES = ("cells", "columns")
 SOME_BUDGETS = (0.01, 0.05, 0.1)
-OPPONENTS = ("sir", "cacheblend", "kv_deviation")
+OPPONENTS = ("sir", "cacheblend", "kv_deviation", "window")
 LINE = 1000
 """Longest line of the JSON file that is not broken up."""
 
@@ -48,7 +48,8 @@ def main() -> None:
 def summary(folder: Path) -> dict[str, Any]:
     """Everything but the environment."""
     found: dict[str, Any] = {"settings": settings()}
-    for name, part in {"grid": grid, "deployable": deployable, "transfer": transfer, "oracle": oracle}.items():
+    parts = {"grid": grid, "deployable": deployable, "transfer": transfer, "oracle": oracle, "resumed": resumed}
+    for name, part in parts.items():
         models = {}
         for model in MODELS:
             items = read(folder / f"{name}_{model}.jsonl")
@@ -89,6 +90,23 @@ def read(path: Path) -> Items:
             found[tuple(item["key"])] = item["value"]
             break
     return found
+
+
+def resumed(items: Items) -> dict[str, Any]:
+    """Means over documents by signal, first layer and budget, keys ``(document,)``."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in (row for value in items.values() for row in value["rows"]):
+        found.setdefault((row["signal"], row["from_layer"], row["budget"]), []).append(row)
+    rows = [
+        {
+            "signal": signal,
+            "from_layer": layer,
+            "budget": budget,
+            **{name: _mean([each[name] for each in mine]) for name in ("tokens", "l2", "kl")},
+        }
+        for (signal, layer, budget), mine in found.items()
+    ]
+    return {"documents": len(items), "rows": rows}
 
 
 def grid(items: Items) -> dict[str, Any]:
@@ -287,12 +305,12 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 
 def _tell_missing(title: str, part: dict[str, Any]) -> None:
-    rows = {row["signal"]: row for row in part.get("rows", ())} | part.get("selectors", {})
+    rows = {row["signal"]: row for row in part.get("rows", ()) if "geometry" in row} | part.get("selectors", {})
     count = "cases" if "selectors" in part else "documents"
     for name, row in rows.items():
         if row[count] < part[count]:
             print(f"{title}: {name} has {row[count]} of {part[count]} {count}")
-    if part.get("documents", len(TEST)) < len(TEST):
+    if part.get("documents", len(TEST)) < len(TEST) and not title.startswith("resumed"):
         print(f"{title}: {part['documents']} of {len(TEST)} documents")
 
 
