@@ -8,6 +8,8 @@ from typing import Any
 
 PARTIAL = Path(__file__).parents[1] / "results" / "partial"
 
+Items = dict[tuple[Any, ...], Any]
+
 
 class Kept:
     """Finished items of one run, by key.
@@ -18,27 +20,23 @@ class Kept:
 
     def __init__(self, name: str | None) -> None:
         self._path = None if name is None else PARTIAL / f"{name}.jsonl"
-        self._items: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._items: Items = {}
         if self._path is not None and self._path.is_file():
             text = self._path.read_text("utf-8")
-            whole = text[: text.rfind("\n") + 1]
-            if whole != text:  # a killed run left half a line
-                self._path.write_text(whole, encoding="utf-8")
-            for line in whole.splitlines():
-                item = _parsed(line)
-                if item is not None:
-                    self._items[tuple(item["key"])] = item["value"]
+            if not text.endswith("\n"):  # a killed run left half a line
+                self._path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
+            self._items = finished(self._path)
 
     def has(self, *key: Any) -> bool:
         """Whether the item is finished."""
         return key in self._items
 
-    def items(self) -> dict[tuple[Any, ...], dict[str, Any]]:
+    def items(self) -> Items:
         """All finished items."""
         return dict(self._items)
 
-    def add(self, key: tuple[Any, ...], value: dict[str, Any]) -> None:
-        """Keep one more, at once."""
+    def add(self, key: tuple[Any, ...], value: Any) -> None:
+        """Keep one more, at once, in place of one of the same key."""
         self._items[key] = value
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,9 +44,13 @@ class Kept:
                 file.write(json.dumps({"key": key, "value": value}) + "\n")
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    """An item; None for the half of a line that a killed run left."""
-    try:
-        return dict(json.loads(line))
-    except ValueError:
-        return None
+def finished(path: Path) -> Items:
+    """Items by key, the last of each; none if there is no file. Half a line, of a killed run, is as if not there."""
+    found: Items = {}
+    for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
+        try:
+            item = json.loads(line)
+        except ValueError:
+            continue
+        found[tuple(item["key"])] = item["value"]
+    return found

@@ -3,13 +3,12 @@
 Three situations, each judged against a stock prefill of the ids that the context should have: a field that changed
 before a document about something else (``field``), one that changed before a policy that draws on it (``policy``), and
 the second part of a document, precompiled alone and spliced behind the first (``seam``). Finished documents are kept in
-`results/partial/repair_situations.jsonl`, which is not committed, and skipped when the benchmark runs again.
+`results/partial`, which is not committed, and skipped when the benchmark runs again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 import warnings
@@ -26,10 +25,10 @@ from tqdm import tqdm
 from editable_cache import EditableCache, Skill
 from repair.cases import DOCUMENTS, TEST, Setup, hidden_prefill, setup
 from repair.judge import ANSWER_TOKENS, Judge, distances
+from repair.progress import Kept
 from repair.stats import interval
 
 MODELS = ("smollm2", "gemma3_270m")
-PARTIAL = timing.RESULTS / "partial" / "repair_situations.jsonl"
 POLICY = Path(__file__).parents[2] / "examples" / "refund_policy.txt"
 SYSTEM = "Order 4471 of customer Ana Ruiz.\norder_status: {order_status}\n\n"
 CHANGES = (("pending", "cancelled"), ("pending", "delivered"), ("shipped", "returned"), ("delivered", "pending"))
@@ -96,12 +95,11 @@ def main() -> None:
     torch.set_grad_enabled(False)
     names = TEST[:1] if quick else TEST
     todo = [(model, kind, name) for name in names for model in MODELS for kind in QUESTIONS]
-    done = {} if quick else _finished()
+    kept = Kept(None if quick else "situations")
     for key in tqdm(todo, unit="document"):
-        if extend or key not in done:
-            done[key] = one_document(setup(key[0]), key[1], key[2], quick, done.get(key, []))
-            if not quick:
-                _keep(key, done[key])
+        if extend or not kept.has(*key):
+            kept.add(key, one_document(setup(key[0]), key[1], key[2], quick, kept.items().get(key, [])))
+    done = kept.items()
     found: dict[str, Any] = {model: {} for model in MODELS}
     for model, kind in ((model, kind) for model in MODELS for kind in QUESTIONS):
         found[model][kind] = summary([done[model, kind, name] for name in names])
@@ -285,17 +283,6 @@ def _splice(context: EditableCache, skill: Skill, count: int) -> Arm:
 
 def _edit(cache: EditableCache, value: str, method: Any) -> int:
     return cache.edit("order_status", value, method=method).tokens_computed
-
-
-def _finished() -> dict[tuple[str, str, str], list[dict[str, Any]]]:
-    lines = PARTIAL.read_text(encoding="utf-8").splitlines() if PARTIAL.exists() else []
-    return {tuple(found["key"]): found["rows"] for found in map(json.loads, lines)}
-
-
-def _keep(key: tuple[str, str, str], rows: list[dict[str, Any]]) -> None:
-    PARTIAL.parent.mkdir(parents=True, exist_ok=True)
-    with PARTIAL.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"key": key, "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":

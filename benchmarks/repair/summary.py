@@ -20,7 +20,7 @@ from editable_cache.repair import list_signals, ranks
 from repair.cases import CALIBRATION, DOCUMENT_TOKENS, INSTRUCTIONS, QUERIES, TEST
 from repair.grid import BUDGETS
 from repair.judge import ANSWER_TOKENS
-from repair.progress import PARTIAL
+from repair.progress import PARTIAL, Items, finished
 from repair.stats import RESAMPLES, interval
 
 MODELS = ("smollm2", "gemma3_270m")
@@ -31,7 +31,6 @@ OPPONENTS = ("sir", "cacheblend", "kv_deviation", "window")
 LINE = 1000
 """Longest line of the JSON file that is not broken up."""
 
-Items = dict[tuple[Any, ...], dict[str, Any]]
 Triple = list[float] | None
 
 
@@ -52,7 +51,7 @@ def summary(folder: Path) -> dict[str, Any]:
     for name, part in parts.items():
         models = {}
         for model in MODELS:
-            items = read(folder / f"{name}_{model}.jsonl")
+            items = finished(folder / f"{name}_{model}.jsonl")
             if items:
                 models[model] = part(items)
                 _tell_missing(f"{name}, {model}", models[model])
@@ -73,23 +72,6 @@ def settings() -> dict[str, Any]:
         "queries": QUERIES,
         "resamples": RESAMPLES,
     }
-
-
-def read(path: Path) -> Items:
-    """Finished items by key, the last of each; none if there is no file.
-
-    A killed run leaves half a line, and the run after it goes on in the same line: what stands behind the half counts.
-    """
-    found: Items = {}
-    for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
-        for text in (line, line[max(line.rfind('{"key": '), 0) :]):
-            try:
-                item = json.loads(text)
-            except ValueError:
-                continue
-            found[tuple(item["key"])] = item["value"]
-            break
-    return found
 
 
 def resumed(items: Items) -> dict[str, Any]:
