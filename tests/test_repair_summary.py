@@ -130,7 +130,7 @@ def test_local_and_end_to_end(folder: Path) -> None:
     assert spearman([(1, 2), (2, 9), (3, 10)]) == pytest.approx(1)
     assert spearman([(1, 2), (2, 9), (3, 2)]) == pytest.approx(0)
     assert spearman([(1, 2), (2, 2)]) == 0
-    items = read(folder / "grid_smollm2.jsonl")
+    items = finished(folder / "grid_smollm2.jsonl")
     for value in items.values():
         part = value["rows"]["cells"]
         value["rows"]["cells"] = {**part, "l2": [-0.1] * 8, "local": [0.5] * 8}
@@ -165,7 +165,7 @@ def test_differences_are_of_common_cases_only() -> None:
 
 
 def test_a_value_that_is_no_number_leaves_its_place_empty(folder: Path) -> None:
-    items = read(folder / "grid_smollm2.jsonl")
+    items = finished(folder / "grid_smollm2.jsonl")
     items["a", "sir"]["rows"]["cells"]["l2"][0] = float("nan")
     items["a", "sir"]["rows"]["cells"]["local"][1] = None
     write(folder / "grid_smollm2.jsonl", list(items.items()))

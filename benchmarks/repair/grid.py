@@ -31,16 +31,17 @@ def main() -> None:
     parser.add_argument("model", choices=("smollm2", "gemma3_270m"))
     parser.add_argument("--quick", action="store_true", help="one document, three signals, nothing kept")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--documents", type=int, default=len(TEST), help="how many, from the first on")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.threads)
-    run(setup(arguments.model), quick=arguments.quick)
+    run(setup(arguments.model), arguments.documents, quick=arguments.quick)
 
 
-def run(chosen: Setup, *, quick: bool) -> None:
+def run(chosen: Setup, documents: int, *, quick: bool) -> None:
     kept = Kept(None if quick else f"grid_{chosen.name}")
     names = ["sir", "window", "attention_shift"] if quick else [found.name for found in list_signals()]
-    for number, document in enumerate(TEST[:1] if quick else TEST):
+    for number, document in enumerate(TEST[: 1 if quick else documents]):
         instruction, query = list(INSTRUCTIONS)[number % len(INSTRUCTIONS)], QUERIES[number % len(QUERIES)]
         missing = [name for name in names if not kept.has(document, name)]
         if not missing:

@@ -23,7 +23,7 @@ from repair.cases import INSTRUCTIONS, QUERIES, TEST, Case, Setup, build, setup
 from repair.judge import Judge
 from repair.progress import Kept
 
-BUDGETS = (0.02, 0.05, 0.1, 0.2)
+BUDGETS = (0.05, 0.1)
 BANK = (
     "Summarize the text.",
     "What are the main points, and who is involved?",
@@ -40,23 +40,24 @@ def main() -> None:
     parser.add_argument("model", choices=("smollm2", "gemma3_270m"))
     parser.add_argument("--quick", action="store_true", help="one document, one budget, nothing kept")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--documents", type=int, default=len(TEST), help="how many, from the first on")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     os.environ["TQDM_DISABLE"] = "1"
     torch.set_num_threads(arguments.threads)
-    run(setup(arguments.model), arguments.quick)
+    run(setup(arguments.model), arguments.documents, arguments.quick)
 
 
-def run(chosen: Setup, quick: bool) -> None:
+def run(chosen: Setup, documents: int, quick: bool) -> None:
     kept = Kept(None if quick else f"transfer_{chosen.name}")
-    for number, document in enumerate(tqdm(TEST[:1] if quick else TEST, unit="document", disable=False)):
+    for number, document in enumerate(tqdm(TEST[: 1 if quick else documents], unit="document", disable=False)):
         if kept.has(document):
             continue
         instruction = list(INSTRUCTIONS)[number % len(INSTRUCTIONS)]
         case = build(chosen, document, instruction)
         judges = [Judge(chosen, case, chosen.query(query)) for query in QUERIES]
         found: dict[str, Any] = {"instruction": instruction, "budgets": {}}
-        for budget in BUDGETS[2:3] if quick else BUDGETS:
+        for budget in BUDGETS[1:] if quick else BUDGETS:
             found["budgets"][str(budget)] = {
                 name: judged(case, judges, mask_of(scored, budget, "columns"))
                 for name, scored in selections(chosen, case).items()
@@ -80,6 +81,7 @@ def selections(chosen: Setup, case: Case) -> dict[str, Tensor]:
     return {
         **{f"query {number}": chosen_by(read(query)) for number, query in enumerate(QUERIES)},
         "bank, mean": chosen_by(pooled(bank)),
+        "bank, no trace": scores("near_and_read", Tier1View(case.trace, pooled(bank))),
         "bank, max": chosen_by(pooled(bank, "max")),
         "one generic probe": chosen_by(bank[0]),
         "own last tokens": chosen_by(probe(case.contaminated, own, case.document)),
