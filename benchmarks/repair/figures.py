@@ -29,7 +29,7 @@ GEOMETRY_TITLES = {
     "columns": "S3, whole tokens",
     "suffixes": "S4, upper layers",
 }
-SHOWN = ("attention_shift", "sir", "inflow_accumulated", "window", "random")
+SHOWN = ("attention_shift", "sir", "sir_columns", "inflow_accumulated", "window", "random")
 ERRORBAR = {"fmt": "none", "lw": 0.8, "alpha": 0.6}
 
 # Okabe & Ito 2008: told apart by colour-blind readers too.
@@ -44,11 +44,14 @@ STYLES: dict[str, tuple[str, str]] = {
     "cacheblend": (ORANGE, "s"),
     "kv_deviation": (YELLOW, "p"),
     "readout": (SKY, "o"),
+    "sir_columns": (BLACK, "*"),
+    "column_ranks": (BLACK, "h"),
+    "near_and_read": (GREEN, "o"),
     "boundary": (GREY, "+"),
     "even_columns": (GREY, "1"),
     "shallow_layers": (BLACK, "P"),
 }
-SPARE = ((BLACK, "*"), (BLACK, "h"), (GREEN, "<"), (BLUE, ">"), (PINK, "d"), (SKY, "8"))
+SPARE = ((GREEN, "<"), (BLUE, ">"), (PINK, "d"), (SKY, "8"))
 TIER_LINES, TIER_COLOURS = {0: ":", 1: "-", 2: "--"}, {0: GREEN, 1: BLUE, 2: RED}
 
 mpl.rcParams.update(
@@ -182,7 +185,7 @@ def share_of_prefill(cost: dict[str, Any], name: str, tier: int, layers: int) ->
         return paid + 2 / layers
     if name.endswith("_deviation"):
         return paid + 1
-    if name not in ("readout", "probe_attention", "attention_shift"):
+    if name not in ("near_and_read", "readout", "probe_attention", "attention_shift"):
         paid += max(part["traced_prefill"] - 1, 0)
     return paid + {0: 0, 1: part["probe"], 2: 1 + 2 * part["probe"]}[tier]
 
