@@ -39,7 +39,9 @@ def resolve(ledger: Ledger, where: Where, operation: str) -> tuple[int, int]:
     if isinstance(where, slice):
         if where.step not in (None, 1):
             raise SpanError(f"{operation}: expected a span without step, got {where}.")
-        start, stop = where.start or 0, length if where.stop is None else where.stop
+        start, stop = 0 if where.start is None else where.start, length if where.stop is None else where.stop
+        if not (isinstance(start, int) and isinstance(stop, int)):
+            raise SpanError(f"{operation}: expected a slice of whole numbers, got {where}.")
     elif isinstance(where, tuple) and len(where) == 2 and all(isinstance(w, int) for w in where):
         start, stop = where
     else:

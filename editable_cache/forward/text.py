@@ -51,7 +51,7 @@ def encode(tokenizer: Any, text_or_ids: TextOrIds, *, first: bool) -> Tensor:
         ) from error
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
-    if ids.dim() != 1 or (ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool)):
+    if ids.dim() != 1 or (ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)):
         raise _TokenError(f"token ids: expected integers of shape [n] or [1, n], got {ids.dtype} {list(ids.shape)}.")
     return ids.detach().cpu().long()
 

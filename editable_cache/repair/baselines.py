@@ -18,7 +18,7 @@ def random_cells(view: Tier0View, *, seed: int = 0) -> Tensor:
 
     Source: RF, section 3, its random baseline.
     """
-    return torch.rand(view.prefill.shape, generator=torch.Generator().manual_seed(seed))
+    return torch.rand(view.prefill.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 @signal("even_columns", tier=0)
@@ -33,7 +33,7 @@ def even_columns(view: Tier0View) -> Tensor:
     bits = max(1, (num_tokens - 1).bit_length())
     reversed_ = [int(f"{place:0{bits}b}"[::-1], 2) for place in range(2**bits)]
     order = torch.tensor([slot for slot in reversed_ if slot < num_tokens])
-    found = torch.empty(num_tokens)
+    found = torch.empty(num_tokens, dtype=torch.float32)
     found[order] = torch.arange(num_tokens, 0, -1, dtype=torch.float32)
     return found.expand(view.prefill.shape)
 

@@ -26,6 +26,9 @@ from editable_cache.repair.trace import CleanTrace, PrefillTrace, ProbeTrace
 CHUNK_QUERIES = 128
 """Queries whose attention is held at once, for one layer."""
 
+LEAST_NORM = 1e-6
+"""Of the largest norm of the residual stream: what a smaller one counts as, where shares of it are told."""
+
 Span = tuple[int, int]
 
 
@@ -80,7 +83,7 @@ class PrefillTracer:
             raise SpanError(f"tracing: expected 0 <= start < stop <= {len(cache.ledger)}, got ({start}, {stop}).")
         self.contamination, self._first = (start, stop), len(cache.ledger)
         self._contamination_ids = cache.ledger.ids[0, start:stop].clone()
-        self._cache, self._tokenizer = cache, tokenizer
+        self._cache, self._tokenizer, self._done = cache, tokenizer, len(cache.history)
         self._pieces: dict[int, list[_Piece]] = {}
 
     @contextmanager
@@ -102,6 +105,12 @@ class PrefillTracer:
         start, stop = self._first, len(ledger)
         if stop <= start:
             raise LedgerError("tracing: expected an append inside the context, got none that stayed.")
+        others = {outcome.operation for outcome in self._cache.history[self._done :]} - {"append"}
+        if others:
+            raise LedgerError(
+                f"tracing: expected nothing but append inside the context, got {', '.join(sorted(others))}; edit the "
+                "cache before or behind it."
+            )
         missing = sorted(set(range(num_layers)) - self._pieces.keys())
         if missing:
             raise UnsupportedModelError(
@@ -130,7 +139,7 @@ class PrefillTracer:
         borders = [piece.start for piece in pieces] + [stop]
         if borders[0] != self._first or any(p.stop != after for p, after in zip(pieces, borders[1:], strict=True)):
             raise LedgerError("tracing: not all of the document was seen; append all of it inside one context.")
-        received = torch.zeros(num_tokens, device=pieces[0].received.device)
+        received = torch.zeros(num_tokens, dtype=torch.float32, device=pieces[0].received.device)
         for piece in pieces:
             received[: len(piece.received)] += piece.received
         later = torch.arange(num_tokens - 1, -1, -1, device=received.device).clamp_min(1)
@@ -148,7 +157,7 @@ class PrefillTracer:
         hidden = torch.linalg.vector_norm(call.hidden[0].float(), dim=-1)
         low, high = self.contamination
         inflow, mass = [], []
-        received = torch.zeros(call.total - self._first, device=hidden.device)
+        received = torch.zeros(call.total - self._first, dtype=torch.float32, device=hidden.device)
         for first in range(0, call.num_queries, CHUNK_QUERIES):
             last = min(first + CHUNK_QUERIES, call.num_queries)
             weights, begin = call.seen_weights(first, last)
@@ -162,7 +171,8 @@ class PrefillTracer:
             given[rows, rows + start + first - begin] = 0  # a token's attention to itself
             into = max(begin, self._first)
             received[into - self._first : end - self._first] += given[:, into - begin :].sum(0)
-        share = torch.cat(inflow) / hidden.clamp_min(torch.finfo(torch.float32).tiny)
+        least = (LEAST_NORM * hidden.amax()).clamp_min(torch.finfo(torch.float32).tiny)  # a padding row is all zeros
+        share = torch.cat(inflow) / hidden.clamp_min(least)
         pieces = self._pieces.setdefault(call.layer_idx, [])
         pieces[:] = [piece for piece in pieces if piece.start < start]  # what was taken back ran in vain
         pieces.append(_Piece(start, share, torch.cat(mass).clamp(0, 1), hidden, received))
@@ -193,6 +203,7 @@ def probe(cache: LedgeredCache, query_ids: Tensor, document: Span) -> ProbeTrace
     model, num_layers = run.require_model(cache, "probe"), len(cache.layers)
     checks.check_text(model, query_ids, "probe")
     measured(model)
+    twin, expected = cache.fork(), 0
     mass: dict[int, Tensor] = {}
     reading: dict[int, Tensor] = {}
 
@@ -200,13 +211,15 @@ def probe(cache: LedgeredCache, query_ids: Tensor, document: Span) -> ProbeTrace
         for first in range(0, call.num_queries, CHUNK_QUERIES):
             weights = call.weights(first, min(first + CHUNK_QUERIES, call.num_queries))[..., start:stop].sum(1)
             mass[call.layer_idx] = mass.get(call.layer_idx, 0) + weights  # [num_heads, document]
-        if call.total == len(cache.ledger) + len(query_ids):  # the last piece of the query
+        if call.total == expected:  # the last piece of the query
             mixed = call.weighted(mass[call.layer_idx], start, stop)
             reading[call.layer_idx] = torch.linalg.vector_norm(call.projected(mixed), dim=-1)
 
-    twin = cache.fork()
-    with twin.operation("probe"), tracing(model, record):
-        run.extend(twin, query_ids[None], Segment("", 0, 0, "probe", grows=True))
+    with twin.operation("probe"):
+        run.feed_unfed(twin)  # as whatever comes next would
+        expected = len(twin.ledger) + len(query_ids)
+        with tracing(model, record):
+            run.extend(twin, query_ids[None], Segment("", 0, 0, "probe", grows=True))
     missing = sorted(set(range(num_layers)) - reading.keys())
     if missing:
         raise UnsupportedModelError(

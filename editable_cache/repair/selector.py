@@ -13,6 +13,7 @@ A new one is a few lines:
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from editable_cache.errors import SpanError
+from editable_cache.repair.trace import TRACED_ONLY, CleanTrace, PrefillTrace, ProbeTrace
 from editable_cache.repair.view import VIEWS, Tier0View, Tier1View, Tier2View, View, narrowed
 
 
@@ -55,6 +57,27 @@ class Signal:
             raise SpanError(f"Signal {self.name!r}: expected finite scores of shape {shape}, got {got}.")
         return found.to(torch.float32).clone(memory_format=torch.contiguous_format)
 
+    @functools.cached_property
+    def reads_trace(self) -> bool:
+        """Whether the scores depend on what only a trace knows: measured on two made-up traces that differ in that."""
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(count: int) -> list[Tensor]:
+            return list(torch.rand((count, *MADE_UP), generator=generator, dtype=torch.float32) + 0.01)
+
+        slots = torch.arange(MADE_UP[1])
+        marks = {"token_ids": slots * 7 % 5, "distance": slots + 3, "is_delimiter": slots % 4 == 1}
+        norms = dict(zip(("key_norm", "value_norm"), drawn(2), strict=True))
+        probe, clean = ProbeTrace(*drawn(2)), CleanTrace(*drawn(3))
+        found = []
+        for _ in range(2):
+            prefill = PrefillTrace(**dict(zip(TRACED_ONLY, drawn(4), strict=True)), **norms, **marks)
+            found.append(self(narrowed(Tier2View(prefill, probe, clean), self.tier)))
+        return not torch.equal(*found)
+
+
+MADE_UP = (4, 64)
+"""Layers and tokens of made-up traces."""
 
 _SIGNALS: dict[str, Signal] = {}
 
@@ -90,6 +113,8 @@ def signal(name: str, *, tier: int) -> Callable[[Any], Any]:
 
 def get_signal(name: str) -> Signal:
     """The registered signal of that name; ``SpanError`` with the names nearest to it if there is none."""
+    if not isinstance(name, str):
+        raise SpanError(f"Signal: expected the name of a signal (see list_signals()), got {type(name).__name__}.")
     if name not in _SIGNALS:
         near = difflib.get_close_matches(name, _SIGNALS, n=3)
         advice = (
@@ -134,7 +159,7 @@ def ranks(values: Tensor, *, per_layer: bool = False) -> Tensor:
         return torch.stack([ranks(row) for row in values])
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     if len(counts) < 2:
-        return torch.full(values.shape, 0.5)
+        return torch.full(values.shape, 0.5, dtype=torch.float32)
     equal = counts.to(torch.float64)
     middle = equal.cumsum(0) - equal + (equal - 1) / 2
     found: Tensor = (middle / (values.numel() - 1)).to(torch.float32)[inverse]

@@ -110,6 +110,10 @@ class CleanTrace:
         return self.attention.shape[0], self.attention.shape[1]
 
 
+TRACED_ONLY = ("inflow", "attention_to_contamination", "attention_received", "hidden_norm")
+"""Arrays of a ``PrefillTrace`` that nothing but a trace tells; the cache knows the others."""
+
+
 def pooled(probes: Sequence[ProbeTrace], how: Literal["mean", "max"] = "mean") -> ProbeTrace:
     """One trace of several queries over the same document: the mean of each cell's attention and readout, or the most.
 
