@@ -32,7 +32,7 @@ class RepairableCache(HoldingCache):
 
         Raises:
             SpanError: for a span out of range or a cache of several rows.
-            LedgerError: at the end of the context, if nothing was appended in it.
+            LedgerError: at the end of the context, if nothing was appended in it, or something else was done.
             UnsupportedModelError: if the model's attention can't be watched, or a layer keeps no cells per token.
         """
         with traced(self, self.tokenizer, contamination, self._traces) as found:
@@ -62,7 +62,8 @@ class RepairableCache(HoldingCache):
                 not known yet, several texts: a bank of generic queries, whose readings are averaged.
             document: span to repair. By default everything from the contamination or the stale field to the end of what
                 was traced behind it, or of all; of an isolated chunk, its cells that are still isolated. Tokens before
-                what was traced (the rest of a field's template) are chosen first.
+                what was traced (the rest of a field's template) are chosen first, others without a trace last, and what
+                the ledger calls fresh behind all.
             contamination: span before it whose influence is to go.
             signal: name of what scores cells (``editable_cache.repair.list_signals()``), of tier 0 or 1; by default
                 ``"inflow_accumulated"`` with a trace, and for whole columns ``"sir_columns"`` with trace and query,
