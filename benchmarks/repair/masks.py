@@ -17,7 +17,7 @@ from torch import Tensor
 from editable_cache.repair import Tier1View, mask_of, scores
 from editable_cache.repair.collect import probe
 from repair.cases import DOCUMENT_TOKENS, QUERIES, TEST, Setup, build, setup
-from repair.grid import GEOMETRIES
+from repair.grid import GEOMETRIES, lowest
 
 SIGNAL, BUDGET, INSTRUCTION = "sir", 0.05, "reviewer"
 
@@ -51,9 +51,7 @@ def chosen_masks(chosen: Setup, tokens: int) -> dict[str, Any]:
         "budget": BUDGET,
         "shape": list(scored.shape),
         "masks": {
-            geometry: packed(
-                mask_of(scored, BUDGET, geometry, from_layer=len(scored) // 3 if geometry == "suffixes" else 0)
-            )
+            geometry: packed(mask_of(scored, BUDGET, geometry, from_layer=lowest(geometry, BUDGET, len(scored))))
             for geometry in GEOMETRIES
         },
     }
