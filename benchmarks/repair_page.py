@@ -191,8 +191,8 @@ def oracle(results: Results) -> str:
         if "calibration" in found:
             searches = found["calibration"]
             rows = [
-                row([str(at + 1), *(f"{s['distance']:.4g} ({s['evaluations']:,})" for s in steps)])
-                for at, steps in enumerate(zip(*searches.values(), strict=True))
+                row([str(steps[0]["most"]), *(f"{s['distance']:.4g} ({s['evaluations']:,})" for s in steps)])
+                for steps in zip(*searches.values(), strict=True)
             ]
             parts.append(table(["actions", *(f"{name}: distance (evaluations)" for name in searches)], rows))
         if "single" in found:

@@ -91,7 +91,10 @@ class Trial:
         searches = {"greedy": greedy_search, "beam": beam_search, "exhaustive": exhaustive_search}
         budget = 4 * self._layers
         return {
-            name: [_plain(search(self._distance, masks, budget, max_actions=most)) for most in tqdm((2, 4), desc=name)]
+            name: [
+                {"most": most, **_plain(search(self._distance, masks, budget, max_actions=most))}
+                for most in tqdm((2, 4), desc=name)
+            ]
             for name, search in searches.items()
         }
 
