@@ -67,7 +67,8 @@ class RepairableCache(HoldingCache):
             contamination: span before it whose influence is to go.
             signal: name of what scores cells (``editable_cache.repair.list_signals()``), of tier 0 or 1; by default
                 ``"inflow_accumulated"`` with a trace, and for whole columns ``"sir_columns"`` with trace and query,
-                ``"near_and_read"`` with a query (for other shapes ``"sir"`` and ``"readout"``).
+                ``"near_and_read"`` with a query (for other shapes ``"sir"`` and ``"readout"``; the latter for isolated
+                chunks too).
             geometry: ``"columns"``, ``"cells"``, ``"prefixes"`` or ``"suffixes"``; a token with a chosen cell runs
                 through the whole model, so columns cost least for a share.
             from_layer: lowest layer of ``"suffixes"``.

@@ -30,7 +30,7 @@ TRACED, TRACED_AND_ASKED, ASKED = "inflow_accumulated", "sir", "readout"
 """The signal by default: with a trace of the prefill, with a query too, with a query alone."""
 
 TRACED_AND_ASKED_COLUMNS, ASKED_COLUMNS = "sir_columns", "near_and_read"
-"""In place of the last two, for whole columns."""
+"""In place of the last two, for whole columns; but an isolated chunk has no writer to be near to."""
 
 MOST_TRACES = 8
 """Traces that a cache keeps; the oldest go first."""
@@ -116,7 +116,7 @@ def repair(
     mask_of(torch.zeros(shape), budget, geometry, from_layer=from_layer)  # refuses budgets before anything runs
     asked = _queries(tokenizer, query)
     known = known_of(cache.ledger, target.document, target.writer, target.field, traces)
-    chooser = _signal(signal, known is not None, bool(asked), geometry)
+    chooser = _signal(signal, known is not None, bool(asked), geometry, isolated=target.isolated)
     scores = _scores(cache, tokenizer, target, chooser, known, asked)
     scores[:, ~target.pending] -= scores.max() - scores.min() + 1  # what is right already comes last
     mask = mask_of(scores, budget, geometry, from_layer=from_layer)
@@ -142,13 +142,14 @@ def repair(
     )
 
 
-def _signal(name: str | None, has_trace: bool, has_query: bool, geometry: Geometry) -> Signal:
+def _signal(name: str | None, has_trace: bool, has_query: bool, geometry: Geometry, *, isolated: bool) -> Signal:
     if name is None:
         if not has_trace and not has_query:
             raise LedgerError(_no_trace("A repair without a query"))
         columns = geometry == "columns"
         with_both = TRACED_AND_ASKED_COLUMNS if columns else TRACED_AND_ASKED
-        name = TRACED if not has_query else with_both if has_trace else ASKED_COLUMNS if columns else ASKED
+        with_query = ASKED_COLUMNS if columns and not isolated else ASKED
+        name = TRACED if not has_query else with_both if has_trace else with_query
     found = get_signal(name)
     if found.tier > 1:
         raise SpanError(

@@ -29,6 +29,7 @@ class Target(NamedTuple):
         field: the field that the writer holds a value of, if any.
         reason: for people.
         pending: bool ``[num_tokens]``, tokens of the document that are to be mended; the others are right already.
+        isolated: it is a chunk that saw nothing of what precedes it, rather than something that it should not have.
     """
 
     document: Span
@@ -37,6 +38,7 @@ class Target(NamedTuple):
     field: Field | None
     reason: str
     pending: Tensor
+    isolated: bool = False
 
 
 def find_target(
@@ -74,7 +76,8 @@ def find_target(
     if len(groups) == 1 and not causes:
         start, stop = int(isolated[0]), int(isolated[-1]) + 1
         pending = ledger.groups[0, start:stop] != 0
-        return Target((start, stop), None, (0, start), None, "isolated: it never saw what precedes it", pending)
+        reason = "isolated: it never saw what precedes it"
+        return Target((start, stop), None, (0, start), None, reason, pending, isolated=True)
     known = list(causes) + [f"isolated chunk {number}" for number in groups]
     raise SpanError(
         "repair: expected exactly one cause that the ledger knows, got "

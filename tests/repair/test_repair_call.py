@@ -210,6 +210,7 @@ def test_a_seam_is_the_default() -> None:
     cache.splice(policy(), seam_tokens=0)
     ids = cache.token_ids[0]
     outcome = cache.repair(1.0, query=QUESTION)
+    assert outcome.signal == "readout"  # nothing stands near that wrote to it
     assert outcome.document == cache.segment("policy").span
     assert outcome.without is None
     oracles.check(cells_in(cache), oracles.full(shared_model(), ids).cells)
