@@ -21,6 +21,7 @@ from editable_cache.repair.collect import PrefillTracer, Span, Traced, cell_norm
 from editable_cache.repair.geometry import Geometry, mask_of
 from editable_cache.repair.known import Known, known_of
 from editable_cache.repair.patch import recompute_masked
+from editable_cache.repair.reads import reads_trace
 from editable_cache.repair.selector import Signal, get_signal
 from editable_cache.repair.target import Target, find_target
 from editable_cache.repair.trace import TRACED_ONLY, PrefillTrace, ProbeTrace, pooled
@@ -194,7 +195,7 @@ def _scores(
     traced, come first, from the contamination on; other tokens without a trace come last.
     """
     reading = pooled([probe(cache, ids, target.document) for ids in asked]) if chooser.tier else None
-    if not chooser.reads_trace:
+    if not reads_trace(chooser):
         return _scored(chooser, _untraced(cache, tokenizer, target), reading)
     if known is None:
         raise LedgerError(_no_trace(f"Signal {chooser.name!r}"))

@@ -13,7 +13,6 @@ A new one is a few lines:
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from editable_cache.errors import SpanError
-from editable_cache.repair.trace import TRACED_ONLY, CleanTrace, PrefillTrace, ProbeTrace
 from editable_cache.repair.view import VIEWS, Tier0View, Tier1View, Tier2View, View, narrowed
 
 
@@ -57,27 +55,6 @@ class Signal:
             raise SpanError(f"Signal {self.name!r}: expected finite scores of shape {shape}, got {got}.")
         return found.to(torch.float32).clone(memory_format=torch.contiguous_format)
 
-    @functools.cached_property
-    def reads_trace(self) -> bool:
-        """Whether the scores depend on what only a trace knows: measured on two made-up traces that differ in that."""
-        generator = torch.Generator().manual_seed(0)
-
-        def drawn(count: int) -> list[Tensor]:
-            return list(torch.rand((count, *MADE_UP), generator=generator, dtype=torch.float32) + 0.01)
-
-        slots = torch.arange(MADE_UP[1])
-        marks = {"token_ids": slots * 7 % 5, "distance": slots + 3, "is_delimiter": slots % 4 == 1}
-        norms = dict(zip(("key_norm", "value_norm"), drawn(2), strict=True))
-        probe, clean = ProbeTrace(*drawn(2)), CleanTrace(*drawn(3))
-        found = []
-        for _ in range(2):
-            prefill = PrefillTrace(**dict(zip(TRACED_ONLY, drawn(4), strict=True)), **norms, **marks)
-            found.append(self(narrowed(Tier2View(prefill, probe, clean), self.tier)))
-        return not torch.equal(*found)
-
-
-MADE_UP = (4, 64)
-"""Layers and tokens of made-up traces."""
 
 _SIGNALS: dict[str, Signal] = {}
 

@@ -13,6 +13,7 @@ from editable_cache import EditableCache, LedgerError, SpanError
 from editable_cache.errors import EditableCacheError
 from editable_cache.repair import Tier0View, list_signals, mask_of, scores
 from editable_cache.repair.collect import probe
+from editable_cache.repair.reads import reads_trace
 from editable_cache.testing.oracles import check
 from editable_cache.testing.tiny_models import tiny_model
 
@@ -184,7 +185,7 @@ def test_few_tokens() -> None:
 
 
 def test_which_signals_read_a_trace() -> None:
-    without = {signal.name for signal in list_signals() if signal.tier < 2 and not signal.reads_trace}
+    without = {signal.name for signal in list_signals() if signal.tier < 2 and not reads_trace(signal)}
     assert without == {
         *("boundary", "deep_layers", "delimiter", "even_columns", "inverse_key_norm", "key_norm", "random", "recency"),
         *("seam_distance", "shallow_layers", "value_norm", "window", "near_and_read", "probe_attention", "readout"),
