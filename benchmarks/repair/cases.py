@@ -114,6 +114,8 @@ class Case:
 @functools.cache
 def setup(name: str) -> Setup:
     """``"smollm2"`` or ``"gemma3_270m"``."""
+    if not DOCUMENTS.is_dir():
+        raise SystemExit(f"{DOCUMENTS.name}: the documents are not here, so there is nothing to measure.")
     if name == "smollm2":
         model, tokenizer = load_smollm2()
         head = tokenizer("<|im_start|>user\n", add_special_tokens=False)["input_ids"]
@@ -147,9 +149,11 @@ def hidden_prefill(model: Any, ids: Tensor, hidden: tuple[int, int]) -> list[tup
     rows, columns = torch.arange(total)[:, None], torch.arange(total)
     seen = (columns <= rows) & ~((rows >= hidden[1]) & (columns >= hidden[0]) & (columns < hidden[1]))
 
+    low = max(torch.finfo(model.dtype).min, torch.finfo(torch.float32).min)
+
     def additive(window: int | None) -> Tensor:
         inside = seen if window is None else seen & (columns > rows - window)
-        return torch.where(inside, 0.0, torch.finfo(model.dtype).min).to(model.dtype)[None, None]
+        return torch.where(inside, 0.0, low).to(model.dtype)[None, None]
 
     kinds = set(getattr(config, "layer_types", None) or ())
     windows = {kind: config.sliding_window if kind == "sliding_attention" else None for kind in kinds}
