@@ -19,7 +19,6 @@ from typing import Any
 import timing
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import DynamicCache
 
 from editable_cache import EditableCache, Skill
@@ -96,7 +95,9 @@ def first_token(model: Any, tokenizer: Any, length: int, rounds: int) -> dict[st
         fresh()
         hand, mine = (ask(model, state[name], skill, question) for name, ask in _WAYS)
         assert torch.cosine_similarity(hand, mine, dim=0) > 0.999
-        seconds = timing.paired(_progress(variants, length), rounds=rounds, prepare=fresh)
+        seconds = timing.paired(
+            timing.with_progress(variants, f"first token, {length} tokens"), rounds=rounds, prepare=fresh
+        )
         by_hand = timing.paired(
             {
                 "by_hand": lambda: _ask_by_hand(model, state["stock"], skill, question),
@@ -225,20 +226,6 @@ def _verify_splice(base: EditableCache, skill: Skill) -> None:
     cache.splice(skill, seam_tokens=0)
     found = cache.verify()
     assert found.ok, found
-
-
-def _progress(variants: dict[str, Callable[[], Any]], length: int) -> dict[str, Callable[[], Any]]:
-    bar = tqdm(desc=f"first token, {length} tokens", unit="run", leave=False)
-
-    def counted(run: Callable[[], Any]) -> Callable[[], Any]:
-        def go() -> Any:
-            value = run()
-            bar.update()
-            return value
-
-        return go
-
-    return {name: counted(run) for name, run in variants.items()}
 
 
 def _peak_memory(run: Callable[[], Any], chunk_bytes: int) -> float:

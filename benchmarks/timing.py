@@ -13,6 +13,7 @@ from typing import Any
 import safetensors
 import torch
 import transformers
+from tqdm import tqdm
 
 import editable_cache
 
@@ -41,6 +42,21 @@ def paired(
             run()
             seconds[name].append(clock() - started)
     return seconds
+
+
+def with_progress(variants: Mapping[str, Callable[[], Any]], title: str) -> dict[str, Callable[[], Any]]:
+    """The same variants under one bar that counts their runs."""
+    bar = tqdm(desc=title, unit="run", leave=False)
+
+    def counted(run: Callable[[], Any]) -> Callable[[], Any]:
+        def go() -> Any:
+            value = run()
+            bar.update()
+            return value
+
+        return go
+
+    return {name: counted(run) for name, run in variants.items()}
 
 
 def ratios(slow: list[float], fast: list[float]) -> dict[str, float]:

@@ -54,7 +54,9 @@ def one_model(chosen: Setup, tokens: int, rounds: int) -> dict[str, Any]:
     control = gap_of(case.contaminated, case)
     assert error < 1e-4 < 1e-2 < control, (error, control)
     variants, fresh = _variants(chosen, case, query)
-    seconds = timing.paired(_progress(variants, chosen.name), rounds=rounds, prepare=fresh, clock=time.process_time)
+    seconds = timing.paired(
+        timing.with_progress(variants, chosen.name), rounds=rounds, prepare=fresh, clock=time.process_time
+    )
     result: dict[str, Any] = {
         "query_tokens": len(query),
         "error_of_full_repair": float(f"{error:.3g}"),
@@ -124,20 +126,6 @@ def _variants(chosen: Setup, case: Case, query: Tensor) -> tuple[dict[str, Calla
         "repair_with_query": lambda: state["cache"].repair(BUDGET, query=query, **span),
         "repair_without_query": lambda: state["cache"].repair(BUDGET, **span),
     }, fresh
-
-
-def _progress(variants: dict[str, Callable[[], Any]], name: str) -> dict[str, Callable[[], Any]]:
-    bar = tqdm(desc=name, unit="run", leave=False)
-
-    def counted(run: Callable[[], Any]) -> Callable[[], Any]:
-        def go() -> Any:
-            value = run()
-            bar.update()
-            return value
-
-        return go
-
-    return {each: counted(run) for each, run in variants.items()}
 
 
 if __name__ == "__main__":

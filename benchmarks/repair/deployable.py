@@ -8,7 +8,6 @@ CacheBlend's criterion and the other signals of tier 2 are handed the clean cell
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 import warnings
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from editable_cache.repair import mask_of, scores
 from editable_cache.repair.patch import patch_from, recompute_without
 from repair.cases import INSTRUCTIONS, QUERIES, TEST, Case, Setup, build, setup
+from repair.commands import parser
 from repair.grid import prepare
 from repair.judge import Judge
 from repair.progress import Kept
@@ -45,13 +45,10 @@ SIGNALS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=("smollm2", "gemma3_270m"))
-    parser.add_argument("--quick", action="store_true", help="one case, two signals, nothing kept")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--signals", nargs="*", default=SIGNALS)
-    parser.add_argument("--rounds", type=int, default=1, help="instructions for each document, 1 to 3")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "one case, two signals, nothing kept")
+    options.add_argument("--signals", nargs="*", default=SIGNALS)
+    options.add_argument("--rounds", type=int, default=1, help="instructions for each document, 1 to 3")
+    arguments = options.parse_args()
     warnings.simplefilter("ignore")
     os.environ["TQDM_DISABLE"] = "1"  # of the library's own forwards; the bar of the cases stays
     torch.set_num_threads(arguments.threads)

@@ -5,7 +5,6 @@ One case per test document; instructions and queries take turns. What is finishe
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from typing import Any
 
@@ -18,6 +17,7 @@ from editable_cache.repair.collect import compare, probe
 from editable_cache.repair.geometry import Geometry
 from editable_cache.repair.patch import patch_from
 from repair.cases import INSTRUCTIONS, QUERIES, TEST, Case, Setup, build, setup
+from repair.commands import parser
 from repair.judge import Judge
 from repair.progress import Kept
 
@@ -27,12 +27,9 @@ MEASURES = ("l2", "kl", "agreement", "local")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=("smollm2", "gemma3_270m"))
-    parser.add_argument("--quick", action="store_true", help="one document, three signals, nothing kept")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--documents", type=int, default=len(TEST), help="how many, from the first on")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "one document, three signals, nothing kept")
+    options.add_argument("--documents", type=int, default=len(TEST), help="how many, from the first on")
+    arguments = options.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.threads)
     run(setup(arguments.model), arguments.documents, quick=arguments.quick)

@@ -5,7 +5,6 @@ S_IR in every geometry at 5 % of the cells. Models that the file has already sta
 
 from __future__ import annotations
 
-import argparse
 import json
 import warnings
 from typing import Any
@@ -17,17 +16,15 @@ from torch import Tensor
 from editable_cache.repair import Tier1View, mask_of, scores
 from editable_cache.repair.collect import probe
 from repair.cases import DOCUMENT_TOKENS, QUERIES, TEST, Setup, build, setup
+from repair.commands import parser
 from repair.grid import GEOMETRIES, lowest
 
 SIGNAL, BUDGET, INSTRUCTION = "sir", 0.05, "reviewer"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=("smollm2", "gemma3_270m"))
-    parser.add_argument("--quick", action="store_true", help="200 tokens, no file")
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
+    options = parser(__doc__, "200 tokens, no file")
+    arguments = options.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.threads)
     torch.set_grad_enabled(False)

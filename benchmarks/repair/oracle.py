@@ -7,7 +7,6 @@ exhaustive search over 10 columns at 2 and 4 actions. `single` measures 150 rand
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from typing import Any
 
@@ -28,6 +27,7 @@ from editable_cache.repair import (
 )
 from editable_cache.repair.patch import patch_from
 from repair.cases import QUERIES, TEST, Case, Setup, build, setup
+from repair.commands import parser
 from repair.grid import prepare
 from repair.judge import Judge
 from repair.progress import Kept
@@ -38,11 +38,8 @@ COMPARED = ("sir", "attention_shift", "kv_deviation", "inflow_accumulated", "ran
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=("smollm2", "gemma3_270m"))
-    parser.add_argument("--quick", action="store_true", help="8 candidates, 2 actions, nothing kept")
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
+    options = parser(__doc__, "8 candidates, 2 actions, nothing kept")
+    arguments = options.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.threads)
     run(setup(arguments.model), arguments.quick)

@@ -7,7 +7,6 @@ cost buys more tokens. Layer 0 is the whole column. On two calibration documents
 
 from __future__ import annotations
 
-import argparse
 import os
 import warnings
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from editable_cache.repair import Tier1View, mask_of, scores
 from editable_cache.repair.collect import probe
 from editable_cache.repair.patch import recompute_without
 from repair.cases import CALIBRATION, INSTRUCTIONS, QUERIES, Case, Setup, build, setup
+from repair.commands import parser
 from repair.judge import Judge
 from repair.progress import Kept
 
@@ -33,11 +33,8 @@ SIGNALS = ("sir_columns", "inflow_accumulated")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=("smollm2", "gemma3_270m"))
-    parser.add_argument("--quick", action="store_true", help="one document, one signal, one budget, nothing kept")
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
+    options = parser(__doc__, "one document, one signal, one budget, nothing kept")
+    arguments = options.parse_args()
     warnings.simplefilter("ignore")
     os.environ["TQDM_DISABLE"] = "1"
     torch.set_num_threads(arguments.threads)

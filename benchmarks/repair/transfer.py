@@ -7,7 +7,6 @@ request that it is judged on.
 
 from __future__ import annotations
 
-import argparse
 import os
 import warnings
 from typing import Any
@@ -20,6 +19,7 @@ from editable_cache.repair import ProbeTrace, Tier0View, Tier1View, mask_of, poo
 from editable_cache.repair.collect import probe
 from editable_cache.repair.patch import recompute_without
 from repair.cases import INSTRUCTIONS, QUERIES, TEST, Case, Setup, build, setup
+from repair.commands import parser
 from repair.judge import Judge
 from repair.progress import Kept
 
@@ -36,12 +36,9 @@ OWN_TOKENS = 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=("smollm2", "gemma3_270m"))
-    parser.add_argument("--quick", action="store_true", help="one document, one budget, nothing kept")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--documents", type=int, default=len(TEST), help="how many, from the first on")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "one document, one budget, nothing kept")
+    options.add_argument("--documents", type=int, default=len(TEST), help="how many, from the first on")
+    arguments = options.parse_args()
     warnings.simplefilter("ignore")
     os.environ["TQDM_DISABLE"] = "1"
     torch.set_num_threads(arguments.threads)

@@ -17,7 +17,7 @@ class Known(NamedTuple):
     """What traces tell of a document.
 
     Attributes:
-        trace: of the covered tokens, in their order.
+        trace: of the covered tokens, in their order; shares nothing with the traces it is made of.
         covered: bool ``[num_tokens]`` of the document.
     """
 
@@ -33,10 +33,10 @@ def known_of(
     which, row = (torch.full((stop - start,), -1, dtype=torch.int64) for _ in range(2))
     for number, each in enumerate(traces):
         standing = _standing(ledger, each) if _same_writer(ledger, writer, field, each) else None
-        if standing is not None:
-            low, high = max(standing[0], start), min(standing[1], stop)
-            which[low - start : max(low, high) - start] = number
-            row[low - start : max(low, high) - start] = torch.arange(low, max(low, high)) - standing[0]
+        low, high = (max(standing[0], start), min(standing[1], stop)) if standing else (start, start)
+        if standing and low < high:
+            which[low - start : high - start] = number
+            row[low - start : high - start] = torch.arange(low, high) - standing[0]
     covered = which >= 0
     if not bool(covered.any()):
         return None

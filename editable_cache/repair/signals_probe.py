@@ -88,8 +88,6 @@ def column_ranks(view: Tier1View, *, inflow_weight: float = 2.0) -> Tensor:
 def sir_columns(view: Tier1View) -> Tensor:
     """``rank(sum over l of S_IR_l(j)) + rank(column_ranks(j))``, the same at all layers.
 
-    The two fail in different documents, and their mean seldom.
-
     Source: ours, after S_IR, for whole columns.
     """
     return _columns(view, ranks(sir(view).sum(0)) + ranks(column_ranks(view)[0]))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cache_support import shared_model, shared_tokenizer
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # as a script has it
 
@@ -68,7 +69,7 @@ def test_both_sources_of_the_whole_document(chosen: Setup) -> None:
     case, judge, _ = built(chosen)
     mask = torch.ones(case.trace.shape, dtype=torch.bool)
     found = deployable.both(case, judge, mask)
-    assert found["recompute"]["l2"] == pytest.approx(1, abs=1e-3)
+    assert found["recompute"]["l2"] == pytest.approx(1, abs=1e-4)
     assert found["patch"]["l2"] == pytest.approx(1, abs=1e-6)
     assert found["tokens"] == 40
     mask[:, 5:] = False
@@ -83,6 +84,19 @@ def test_what_a_layer_is_entered_with_is_what_was_stored(chosen: Setup) -> None:
     upper = resumed.resumed(chosen.model, case, judge, scores, 1 / 3, 0.25, stream)
     assert (whole["from_layer"], upper["from_layer"]) == (0, 1)
     assert upper["tokens"] > whole["tokens"]
+    right: list[Tensor] = []
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args: right.append(args[0][0, case.document[0] :].clone()))
+        for layer in chosen.model.get_decoder().layers
+    ]
+    cases.hidden_prefill(chosen.model, case.contaminated.token_ids, case.contamination)
+    for handle in handles:
+        handle.remove()
+    every = 1 - 1 / len(right)  # all tokens, from the second layer on; the cells of the first are never wrong
+    exact = resumed.resumed(chosen.model, case, judge, scores, 1 / 3, every, right)
+    assert (exact["tokens"], exact["l2"]) == (40, pytest.approx(1, abs=1e-4))
+    shifted = resumed.resumed(chosen.model, case, judge, scores, 1 / 3, every, [state.roll(1, 0) for state in right])
+    assert shifted["l2"] < 0.9
     clean = Case(**{**vars(case), "contaminated": case.clean})
     clean_stream = [torch.zeros_like(state) for state in stream]
     broken = resumed.resumed(chosen.model, clean, judge, scores, 1 / 3, 0.25, clean_stream)
