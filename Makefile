@@ -7,6 +7,7 @@
 #   make test-matrix  test and test-lowest
 #   make bench        benchmarks
 #   make bench-repair which cells to repair: hours; goes on where it was stopped
+#   make bench-evidence  do edits and compositions decide right: hours; goes on where it was stopped
 #   make sweep        every model type of transformers against the oracles; writes docs/architectures.md
 #   make clean        remove environments and caches (not the downloaded models)
 
@@ -29,7 +30,7 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 export PYTHONUTF8 := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint types test test-all test-lowest test-matrix bench bench-repair sweep format clean
+.PHONY: help venv demo lint types test test-all test-lowest test-matrix bench bench-repair bench-evidence sweep format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -95,6 +96,9 @@ bench-repair: $(STAMP)
 		../$(VENV)/bin/python -m repair.$$part $$model || exit 1; done; done
 	@cd benchmarks && for part in situations cost summary figures; do ../$(VENV)/bin/python -m repair.$$part || exit 1; done
 	@cd benchmarks && ../$(VENV)/bin/python pages.py
+
+bench-evidence: $(STAMP)
+	@cd benchmarks && ../$(VENV)/bin/python -m evidence.everything $(BENCH_ARGS)
 
 sweep: $(STAMP)
 	@$(VENV)/bin/python -m editable_cache.testing.sweep --json benchmarks/results/architectures.json \

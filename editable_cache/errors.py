@@ -74,6 +74,14 @@ class ArtifactError(EditableCacheError, OSError):
     """A skill or cache on disk is missing, damaged, truncated, or of an unknown format."""
 
 
+class TaskError(EditableCacheError, ValueError):
+    """A task, arm or measure is unknown, an item list is empty, or a model can't take the decisions it is asked for."""
+
+
+class ResultsError(EditableCacheError, ValueError):
+    """Results on disk are damaged, or come from another version, model or setting than what they are asked to join."""
+
+
 class TokenBoundaryWarning(UserWarning):
     """Two texts tokenize differently together than apart, so the ids are not those of the joined text."""
 

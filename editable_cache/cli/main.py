@@ -9,8 +9,11 @@ import typer
 import editable_cache
 from editable_cache.cli.check import check
 from editable_cache.cli.diff import diff
+from editable_cache.cli.evaluate import evaluate
 from editable_cache.cli.inspect import inspect
 from editable_cache.cli.precompile import precompile
+from editable_cache.cli.probe import probe
+from editable_cache.cli.report import report
 from editable_cache.cli.share import pull, push
 from editable_cache.cli.verify import verify
 
@@ -84,3 +87,22 @@ app.command(
         "editable-cache verify org/refund-policy --model ./my-model --tokens 128 --seed 7 --json",
     )
 )(verify)
+app.command(
+    "eval",
+    epilog=_examples(
+        "editable-cache eval HuggingFaceTB/SmolLM2-135M-Instruct --adapter benchmarks/models/gatekeeper -o edits.json",
+        "editable-cache eval ./my-model --tasks items.json --arms stale,erratum,full --json",
+    ),
+)(evaluate)
+app.command(
+    epilog=_examples(
+        "editable-cache report benchmarks/results/evidence -o report.html",
+        "editable-cache report edits.json probes.json --json",
+    )
+)(report)
+app.command(
+    epilog=_examples(
+        "editable-cache probe ./my-model -o notes",
+        "editable-cache probe ./my-model --adapter ./my-lora --tasks decisions.json --probes locality,heads --json",
+    )
+)(probe)

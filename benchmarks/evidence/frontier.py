@@ -1,0 +1,100 @@
+"""The edit frontier: ``python -m evidence.frontier MODEL [--quick]`` writes ``results/evidence/frontier-MODEL.json``.
+
+Sets of items, each with its arms: ``direct`` and ``cot`` (the study's table 6, figures 2 and 5), ``near`` and ``far``
+(where the binding rule stands; contiguous window against scattered tokens), ``wordings`` of the correcting line, and
+``tasks`` off the template. A stopped run goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from editable_cache.evaluation.arms import ERRATA, FRONTIER
+from editable_cache.evaluation.studies.frontier import run_frontier
+from editable_cache.evaluation.studies.summary import by_arm
+from editable_cache.evaluation.tasks import Item, Mode, build, read_items
+from evidence import commands, models
+
+COUNTS = (8, 32, 64)
+CHAINED = ("stale", "in_place", "window@32", "repair@32", "cacheblend@15%", "suffix", "erratum", "field+erratum")
+REGIME = (
+    "stale",
+    "in_place",
+    *(f"{kind}@{count}" for count in COUNTS for kind in ("window", "selective", "repair")),
+    "random@32",
+    "suffix",
+)
+WORDED = ("stale", *(f"{kind}:{wording}" for wording in ERRATA for kind in ("erratum", "field+erratum")), "full")
+TASKS = ("two_hop", "free_form", "lookup", "tool_call", "cross_reference")
+BRIEF = ("stale", "in_place", "window@32", "suffix", "erratum", "field+erratum", "full")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One set: which items, how many of each domain, and which arms."""
+
+    name: str
+    arms: Sequence[str]
+    tasks: Sequence[str] = ("gated",)
+    mode: Mode = "direct"
+    per_domain: int = 1
+    far: bool = False
+    neutral: int = 20
+
+
+PARTS = (
+    Part("direct", FRONTIER, per_domain=2),
+    Part("cot", (*CHAINED, "hoist", "full"), mode="cot"),
+    Part("near", REGIME, neutral=12),
+    Part("far", REGIME, far=True, neutral=12),
+    Part("wordings", WORDED, neutral=12),
+    Part("wordings-cot", WORDED, mode="cot", neutral=6),
+    *(Part(task, BRIEF, tasks=(task,), neutral=6) for task in TASKS),
+)
+
+
+def items_of(model: str, part: Part, quick: bool) -> tuple[list[Item], str | None]:
+    """The items of a set for a model, and the wording of its correcting line if the model has its own."""
+    path = models.MODELS / model / "items.json"
+    if path.is_file():  # a small vocabulary, with items in it
+        own = read_items(path)
+        kept = [item for item in own.items if item.mode == part.mode and item.task in part.tasks]
+        if part.far or part.name.startswith(("near", "wordings")):
+            kept = []
+        return (kept[:4] if quick else kept), own.erratum
+    count = 1 if quick else part.per_domain
+    found = [
+        item
+        for task in part.tasks
+        for item in build(task, per_domain=count, mode=part.mode, neutral=part.neutral, far=part.far)
+    ]
+    return (found[:2] if quick else found), None
+
+
+def main() -> None:
+    """The command."""
+    arguments = commands.parser(__doc__, "two items of each set")
+    arguments.add_argument("--sets", default="", help="some of the sets, by name, with commas")
+    given = arguments.parse_args()
+    commands.begin(given.threads)
+    wanted = [name for name in given.sets.split(",") if name] or [part.name for part in PARTS]
+    model, tokenizer = models.load(given.model)
+    described = {part.name: vars(part) for part in PARTS}
+    run = commands.run_of("frontier", given.model, {"sets": described, "dtype": "float32"}, given.quick)
+    for part in PARTS:
+        items, erratum = items_of(given.model, part, given.quick)
+        if part.name not in wanted or not items:
+            continue
+        options: dict[str, Any] = {"arms": part.arms, "erratum": erratum, "label": part.name, "any_model": True}
+        gate = run_frontier(model, tokenizer, items, run, model_name=f"{given.model} {part.name}", **options)
+        print(f"\n{given.model}, {part.name}: {gate}")
+        for row in by_arm([row for row in run.results().rows if row.get("set") == part.name]):
+            print(f"  {row['arm']:28} correct {row['correct']} recovery {row['recovery']} share {row['share']:.3f}")
+    if set(wanted) == {part.name for part in PARTS}:
+        run.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""``eval``: put a model's decisions through the arms of an edit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import RenderableType
+
+from editable_cache.cli.loading import ModelOptions, load_model
+from editable_cache.cli.options import Adapter, Device, Json, ModelDtype, ModelName, ModelRevision, Trust
+from editable_cache.cli.screen import command, line, table
+
+Tasks = Annotated[
+    Path | None,
+    typer.Option("--tasks", metavar="FILE", help="Your own items; see docs/evaluation.md.", show_default=False),
+]
+Task = Annotated[
+    str, typer.Option("--task", help="A built-in task: gated, trigger, two_hop, free_form, tool_call, ...")
+]
+Arms = Annotated[str, typer.Option("--arms", metavar="A,B", help="Arms to compare; all of the frontier by default.")]
+ModeName = Annotated[str, typer.Option("--mode", help="direct, or cot: a chain of thought first.")]
+PerDomain = Annotated[int, typer.Option("--items", help="Items from each of the ten domains.")]
+Neutral = Annotated[int, typer.Option("--neutral", help="Rules of the policy that decide nothing (its length).")]
+Far = Annotated[bool, typer.Option("--far", help="The binding rule stands last in the policy, not first.")]
+Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same items.")]
+AnyModel = Annotated[bool, typer.Option("--any-model", help="Measure a model below the inclusion gate, too.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="FILE", help="Results as JSON; a stopped run goes on.", show_default=False),
+]
+
+
+def evaluate(
+    model: ModelName,
+    tasks: Tasks = None,
+    task: Task = "gated",
+    arms: Arms = "",
+    mode: ModeName = "direct",
+    per_domain: PerDomain = 2,
+    neutral: Neutral = 20,
+    far: Far = False,
+    seed: Seed = 0,
+    any_model: AnyModel = False,
+    out: Output = None,
+    adapter: Adapter = None,
+    dtype: ModelDtype = None,
+    device: Device = "cpu",
+    model_revision: ModelRevision = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Which edit of a cache recovers a decision, and what does it compute?
+
+    Each item is read with a field's old value; then the field changes, each arm does what it does, and the model
+    decides. Exit code 0 when it was measured, 2 if it could not be: unknown arm, empty task file, a model below the
+    inclusion gate, results of another version.
+    """
+    with command(as_json) as screen:
+        from editable_cache.evaluation.arms import FRONTIER, arm
+        from editable_cache.evaluation.results import Run
+        from editable_cache.evaluation.studies.frontier import run_frontier
+        from editable_cache.evaluation.studies.summary import by_arm
+        from editable_cache.evaluation.tasks import build, read_items
+
+        chosen = [name.strip() for name in arms.split(",") if name.strip()] or list(FRONTIER)
+        for name in chosen:
+            arm(name)
+        given = read_items(tasks) if tasks is not None else None
+        items = (
+            list(given.items)
+            if given is not None
+            else build(task, per_domain=per_domain, mode=_mode(mode), neutral=neutral, far=far, seed=seed)
+        )
+        options = ModelOptions(model, adapter, dtype, device, model_revision, trust_remote_code)
+        settings = {
+            "arms": chosen,
+            "items": [item.key for item in items],
+            "tasks": None if tasks is None else tasks.name,
+            "adapter": adapter,
+            "dtype": None if dtype is None else dtype.value,
+        }
+        run = Run(out, study="frontier", model=model, settings=settings)
+        loaded = load_model(screen, options)
+        gate = run_frontier(
+            loaded.model,
+            loaded.tokenizer,
+            items,
+            run,
+            arms=chosen,
+            erratum=None if given is None else given.erratum,
+            any_model=any_model,
+            model_name=model,
+        )
+        rows = by_arm(run.finish().rows)
+        facts = {
+            "ok": True,
+            "model": model,
+            "gate": {"old": gate.old, "new": gate.new, "update": gate.update, "items": gate.n},
+            "arms": rows,
+            "results": None if out is None else str(out),
+        }
+        screen.answer(facts, _shown(gate, rows))
+
+
+def _mode(name: str) -> Literal["direct", "cot"]:
+    from editable_cache.errors import TaskError
+
+    if name == "direct":
+        return "direct"
+    if name == "cot":
+        return "cot"
+    raise TaskError(f"--mode: expected direct or cot, got {name!r}.")
+
+
+def _shown(gate: Any, rows: list[dict[str, Any]]) -> list[RenderableType]:
+    cells = (
+        (row["arm"], _interval(row["correct"]), _interval(row["recovery"]), f"{row['share']:.1%}", row["n"])
+        for row in rows
+    )
+    head = (
+        f"full prefills decide right: {gate.old:.2f} (old value), {gate.new:.2f} (new), {gate.update:.2f} (old value "
+        f"and an update); {gate.n} items"
+    )
+    return [line(head), table("", ("arm", "correct", "recovery", "tokens run", "items"), cells)]
+
+
+def _interval(found: list[float] | None) -> str:
+    return "" if found is None else f"{found[0]:.2f} [{found[1]:.2f}, {found[2]:.2f}]"

@@ -1,0 +1,1 @@
+"""Whether edits and compositions decide right: tasks, arms, metrics, statistics, results."""

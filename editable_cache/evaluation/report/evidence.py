@@ -1,0 +1,99 @@
+"""Results of several studies and models, read together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from editable_cache.errors import ResultsError
+from editable_cache.evaluation.results import Results, load
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All results of a report, by study and model.
+
+    Attributes:
+        results: in order of study and model. Two of one study and model differ in their settings.
+    """
+
+    results: tuple[Results, ...]
+
+    def of(self, study: str) -> list[Results]:
+        """The results of one study, one for each model: rows measured with several settings are joined.
+
+        A row that two of them have but for its time counts once.
+        """
+        by_model: dict[str, list[Results]] = {}
+        for found in self.results:
+            if found.study == study:
+                by_model.setdefault(found.model, []).append(found)
+        return [_joined(some) for some in by_model.values()]
+
+    @property
+    def studies(self) -> list[str]:
+        """Names of all studies."""
+        return list(dict.fromkeys(found.study for found in self.results))
+
+    @property
+    def models(self) -> list[str]:
+        """Names of all models."""
+        return list(dict.fromkeys(found.model for found in self.results))
+
+
+def gather(paths: Sequence[Path | str]) -> Evidence:
+    """Read results files, and every ``*.json`` of folders.
+
+    Raises:
+        ResultsError: if there is nothing, if one can't be read, or if two say different things about the same.
+    """
+    files = list(dict.fromkeys(file for path in paths for file in _files(Path(path))))
+    if not files:
+        raise ResultsError(f"Report: expected results (*.json), got none in {', '.join(map(str, paths)) or 'nothing'}.")
+    held: dict[tuple[str, str], list[tuple[Path, Results]]] = {}
+    for file in files:
+        found = load(file)
+        _require_rows(file, found)
+        others = held.setdefault((found.study, found.model), [])
+        twin = next((path for path, other in others if other.settings == found.settings), None)
+        if twin is not None:
+            raise ResultsError(
+                f"Results {file}: {found.study} on {found.model} with the same settings is in {twin} already; "
+                "expected each once. Leave one out."
+            )
+        others.append((file, found))
+    ordered = (found for key in sorted(held) for _, found in held[key])
+    return Evidence(tuple(ordered))
+
+
+def _require_rows(file: Path, found: Results) -> None:
+    if not found.rows:
+        raise ResultsError(f"Results {file}: expected at least one row, got none; measure again.")
+    for number, row in enumerate(found.rows):
+        if not isinstance(row.get("key"), str):
+            raise ResultsError(f"Results {file}: expected a key as a text in row {number}, got {row.get('key')!r:.60}.")
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ResultsError(f"Results {file}: expected finite numbers, got {name} = {value} in row {number}.")
+
+
+def _joined(results: Sequence[Results]) -> Results:
+    if len(results) == 1:
+        return results[0]
+    rows = {
+        json.dumps({name: value for name, value in row.items() if name != "seconds"}, sort_keys=True): row
+        for found in results
+        for row in found.rows
+    }
+    return replace(results[0], rows=tuple(rows.values()))
+
+
+def _files(path: Path) -> Iterable[Path]:
+    if path.is_dir():
+        return sorted(path.glob("*.json"))
+    if not path.is_file():
+        raise ResultsError(f"Results {path}: expected a file or a folder, found nothing there.")
+    return [path]

@@ -1,0 +1,204 @@
+"""Results on disk: rows of measurements with the settings, versions and machine that they come from.
+
+A run keeps every finished item at once, in ``NAME.partial.jsonl`` beside the file that it will write, and goes on from
+there after it was stopped. The final file is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import editable_cache
+from editable_cache.errors import ResultsError
+
+FORMAT = 1
+
+Row = dict[str, Any]
+"""One measurement: what was asked (``key``, ``domain``, ``arm`` ...) and what came out."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one study measured on one model.
+
+    Attributes:
+        study: its name, for example ``"frontier"``.
+        model: the model's name.
+        settings: everything that was chosen, seeds included.
+        environment: versions and machine.
+        rows: all measurements.
+    """
+
+    study: str
+    model: str
+    settings: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    rows: tuple[Row, ...]
+
+    def where(self, **facts: Any) -> list[Row]:
+        """The rows that have all these entries."""
+        return [row for row in self.rows if all(row.get(name) == value for name, value in facts.items())]
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine that results depend on."""
+    return {
+        "editable_cache": editable_cache.__version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def load(path: Path | str) -> Results:
+    """Read a finished results file.
+
+    Raises:
+        ResultsError: if it is missing, damaged, or of another format.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ResultsError(f"Results {path}: can't be read ({error.strerror}).") from error
+    except ValueError as error:
+        raise ResultsError(f"Results {path}: expected JSON, got something else ({error}).") from error
+    given = content.get("format") if isinstance(content, dict) else type(content).__name__
+    if given != FORMAT:
+        raise ResultsError(f"Results {path}: expected format {FORMAT}, got {given}; measure again with this version.")
+    wanted = {"study": str, "model": str, "settings": dict, "environment": dict, "rows": list}
+    for name, kind in wanted.items():
+        if not isinstance(content.get(name), kind):
+            raise ResultsError(
+                f"Results {path}: expected {name!r} as a {kind.__name__}, got {content.get(name)!r:.60}."
+            )
+    rows = content["rows"]
+    if not all(isinstance(row, dict) for row in rows):
+        raise ResultsError(f"Results {path}: expected every row to be an object.")
+    return Results(content["study"], content["model"], content["settings"], content["environment"], tuple(rows))
+
+
+class Run:
+    """A study under way: finished items are kept and not measured again.
+
+    Args:
+        path: of the final file; None keeps nothing (a trial).
+        study, model, settings: as in ``Results``. A run that goes on must have the same, and the same versions.
+
+    Raises:
+        ResultsError: if what lies there comes from another study, model, setting or version.
+    """
+
+    def __init__(self, path: Path | str | None, *, study: str, model: str, settings: Mapping[str, Any]) -> None:
+        self._path = None if path is None else Path(path)
+        self._head = {
+            "format": FORMAT,
+            "study": study,
+            "model": model,
+            "settings": json.loads(json.dumps(dict(settings))),
+            "environment": environment(),
+        }
+        self._rows: dict[str, list[Row]] = {}
+        if self._path is not None:
+            self._take_up(self._path)
+
+    def has(self, key: str) -> bool:
+        """Whether the item is finished."""
+        return key in self._rows
+
+    def add(self, key: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what was measured on one more item, on disk at once; each row gets the key. Numbers must be finite."""
+        clean = [{"key": key, **row} for row in rows]
+        entry = {"key": key, "rows": clean}
+        text = json.dumps(entry, allow_nan=False)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = _partial(self._path)
+            start = "" if self._rows else json.dumps(self._head) + "\n"
+            with partial.open("a" if self._rows else "w", encoding="utf-8") as file:
+                file.write(f"{start}{text}\n")
+        self._rows[key] = clean
+
+    def results(self) -> Results:
+        """What is finished so far."""
+        rows = tuple(row for rows in self._rows.values() for row in rows)
+        head = self._head
+        return Results(head["study"], head["model"], head["settings"], head["environment"], rows)
+
+    def finish(self) -> Results:
+        """Write the final file, and forget the partial one."""
+        found = self.results()
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            content = {"format": FORMAT, **asdict(found)}
+            lines = ",\n".join(json.dumps(row, allow_nan=False) for row in found.rows)
+            head = json.dumps({**content, "rows": []}, indent=1, ensure_ascii=False)
+            whole = head.replace('"rows": []', f'"rows": [\n{lines}\n ]') + "\n"
+            fresh = self._path.with_name(f"{self._path.name}.new")
+            fresh.write_text(whole, encoding="utf-8")
+            os.replace(fresh, self._path)
+            _partial(self._path).unlink(missing_ok=True)
+        return found
+
+    def _take_up(self, path: Path) -> None:
+        partial = _partial(path)
+        if partial.is_file():
+            lines = partial.read_text(encoding="utf-8").split("\n")
+            if lines[-1]:  # a killed run left half a line
+                partial.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
+            entries = _parsed(partial, lines[:-1])
+            if entries:
+                self._require_same(partial, entries[0])
+                self._rows = {entry["key"]: entry["rows"] for entry in entries[1:]}
+        elif path.is_file():
+            found = load(path)
+            self._require_same(path, {"format": FORMAT, **asdict(found)})
+            for row in found.rows:
+                self._rows.setdefault(str(row.get("key")), []).append(row)
+
+    def _require_same(self, path: Path, head: Mapping[str, Any]) -> None:
+        mine = {**self._head, "environment": self._head["environment"]["editable_cache"]}
+        other = {**head, "environment": head.get("environment", {}).get("editable_cache")}
+        for name, value in mine.items():
+            if other.get(name) != value:
+                raise ResultsError(
+                    f"Results {path}: expected {name} {_differing(value, other.get(name))}; they can't be joined. "
+                    "Delete that file, or write to another."
+                )
+
+
+def _differing(expected: Any, got: Any) -> str:
+    if isinstance(expected, dict) and isinstance(got, dict):
+        names = [name for name in {**expected, **got} if expected.get(name) != got.get(name)]
+        return "; ".join(f"{name} = {expected.get(name)!r}, got {got.get(name)!r}" for name in names)
+    return f"{expected!r}, got {got!r}"
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.partial.jsonl")
+
+
+def _parsed(path: Path, lines: Sequence[str]) -> list[Any]:
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ResultsError(f"Results {path}: a line is damaged ({error}); delete the file to begin anew.") from error
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,73 @@
+"""``editable-cache eval``: an answer, or a message that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_support import answer, json_keys, run
+
+from editable_cache.evaluation.results import load
+from editable_cache.evaluation.tasks import build, write_items
+
+Models = Callable[[str], str]
+
+
+@pytest.fixture
+def items(tmp_path: Path) -> str:
+    """A task file of two items whose answers the tiny tokenizer tells apart by their first token."""
+    path = tmp_path / "items.json"
+    found = build("gated", per_domain=1, neutral=0)[:2]
+    write_items(path, [replace(item, answers={item.old: " refund", item.new: " escalate"}) for item in found])
+    return str(path)
+
+
+def evaluated(models: Models, items: str, *more: str, code: int = 0) -> dict[str, Any]:
+    return answer("eval", models("llama"), "--tasks", items, "--arms", "stale,suffix", *more, code=code)
+
+
+def test_arms_are_measured_and_kept(models: Models, items: str, tmp_path: Path) -> None:
+    out = tmp_path / "edits.json"
+    found = evaluated(models, items, "--any-model", "-o", str(out))
+    assert set(found) == json_keys("eval")
+    assert [row["arm"] for row in found["arms"]] == ["stale", "suffix"]
+    assert found["gate"]["items"] == 2
+    rows = load(out).rows
+    assert len([row for row in rows if row["arm"] == "suffix"]) == 2
+    assert all(row["cosine"] > 0.99999 for row in rows if row["arm"] == "suffix")
+    assert evaluated(models, items, "--any-model", "-o", str(out))["arms"] == found["arms"]  # nothing measured again
+    shown = run("eval", models("llama"), "--tasks", items, "--arms", "stale,suffix", "--any-model", "-o", str(out))
+    assert "suffix" in shown.stdout
+    assert "full prefills decide right" in shown.stdout
+
+
+def test_a_model_below_the_gate_is_refused(models: Models, items: str) -> None:
+    found = evaluated(models, items, code=2)
+    assert "at least 0.8" in found["error"]
+    assert "--any-model" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--arms", "stale,magic"), "Unknown arm 'magic'"),
+        (("--task", "poetry"), "expected a task among"),
+        (("--mode", "poem"), "expected direct or cot"),
+        (("--items", "0"), "at least one item"),
+        (("--tasks", "no-such-file.json"), "can't be read"),
+    ],
+)
+def test_bad_requests_are_told_before_a_model_is_loaded(options: tuple[str, ...], message: str) -> None:
+    found = answer("eval", "no-such-model-anywhere", *options, code=2)
+    assert message in found["error"]
+
+
+def test_results_of_other_settings_are_not_joined(models: Models, items: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "edits.json")
+    evaluated(models, items, "--any-model", "-o", out)
+    found = answer("eval", models("llama"), "--tasks", items, "--arms", "full", "--any-model", "-o", out, code=2)
+    assert "can't be joined" in found["error"]
+    assert "arms = ['full']" in found["error"]

@@ -1,0 +1,190 @@
+"""Claims on weights, compositions, trajectories and passages flip with their rows. All results here are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from scipy.stats import binomtest
+
+from editable_cache.evaluation.report import CLAIMS, Evidence, Verdict, judge
+from editable_cache.evaluation.report.measures import apart, interval, value_of
+from editable_cache.evaluation.report.unpaired import lost_share, more_lost
+from editable_cache.evaluation.results import Results, Row
+
+DOMAINS = 10
+COUNT = 40
+
+
+def results(rows: list[Row], study: str, model: str = "made up") -> Results:
+    return Results(study, model, {}, {}, tuple(rows))
+
+
+def verdict(claim: str, *some: Results) -> Verdict:
+    (found,) = judge([each for each in CLAIMS if each.id == claim], Evidence(some))
+    return found
+
+
+def items() -> list[Row]:
+    return [{"key": f"item {n}", "domain": f"domain {n // (COUNT // DOMAINS)}"} for n in range(COUNT)]
+
+
+def weights(**changes: Any) -> Results:
+    """Rows of ``evidence.weights``."""
+    flips = {"in_place": False, "erratum": True, "field+erratum": True, "ROME": True, "LoRA": True}
+    seconds = {"in_place": 0.07, "erratum": 0.1, "field+erratum": 0.1, "ROME": 5.0, "LoRA": 3.0}
+    rows = []
+    for item in items():
+        for arm in flips:
+            heavy = arm in ("ROME", "LoRA")
+            row = {"kind": "arm", "arm": arm, "eligible": True, "flips": flips[arm], "seconds": seconds[arm]}
+            row |= {"contaminated": [float(heavy)] * 8, "changed": [1.0 * heavy] * 5 + [0.0] * 5}
+            row |= {"restored": True} if heavy else {}
+            rows.append({**item, **row, **changes.get(arm, {}), **changes.get("every", {})})
+    return results(rows, "weights")
+
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "all-flip-the-decision": {"ROME": {"flips": False}},
+    "in-place-does-not-flip": {"in_place": {"flips": True}},
+    "weights-contaminate": {"LoRA": {"contaminated": [0.0] * 8}},
+    "cache-does-not-contaminate": {"erratum": {"contaminated": [1.0] * 8}},
+    "weights-damage-others": {"ROME": {"changed": [0.0] * 10}},
+    "cache-damages-nothing": {"in_place": {"changed": [1.0] * 10}},
+    "weights-are-slower": {"LoRA": {"seconds": 0.2}},
+    "weights-are-restored": {"ROME": {"restored": False}, "LoRA": {"restored": False}},
+}
+
+
+@pytest.mark.parametrize("claim", WEIGHTS)
+def test_claims_on_weights_flip(claim: str) -> None:
+    assert verdict(claim, weights()).status == "replicated"
+    assert verdict(claim, weights(**WEIGHTS[claim])).status == "not on these models"
+
+
+def test_items_that_the_field_does_not_decide_do_not_count() -> None:
+    found = verdict("weights-contaminate", weights(every={"eligible": False}))
+    assert found.status == "not measured"
+    assert "full prefills decide right 0.00, gate 0.64" in found.why
+
+
+def composing(agrees: Callable[[Row], bool], *, full: bool = True) -> Results:
+    """Rows of ``evidence.composing``."""
+    kinds: list[Row] = [
+        {"test": "content", "content": "rule", "point": "middle", "task": "gated", "seam": 1, "rotated": True},
+        {"test": "content", "content": "rule", "point": "middle", "task": "gated", "seam": 1, "rotated": False},
+        *({"test": "split", "border": border, "point": "end", "task": "cross_reference", "seam": 1, "rotated": True}
+          for border in ("one", "together", "split")),
+    ]  # fmt: skip
+    rows = []
+    for item in items():
+        for kind in kinds:
+            right = agrees(kind)
+            rows.append({**item, **kind, "mode": "direct", "agrees": right, "correct": right, "full_correct": full,
+                         "cosine": 0.99 if right else 0.7, "kl": 0.1, "tokens": 300})  # fmt: skip
+    return results(rows, "composing")
+
+
+def test_claims_on_compositions_flip() -> None:
+    study = composing(lambda row: row["rotated"] and row.get("border") != "split")
+    for claim in ("decisions-preserved", "rotation-needed", "cross-reference-split", "independent-split"):
+        assert verdict(claim, study).status == "replicated", claim
+    alike = composing(lambda row: False)
+    assert verdict("decisions-preserved", alike).status == "not on these models"
+    assert verdict("rotation-needed", composing(lambda row: not row["rotated"])).status == "not on these models"
+    assert verdict("cross-reference-split", alike).status == "mixed"
+    odd = composing(lambda row: row.get("border") != "together")
+    assert verdict("cross-reference-split", odd).status == "not on these models"
+    assert verdict("independent-split", odd).status == "not on these models"
+    weak = composing(lambda row: True, full=False)
+    assert verdict("decisions-preserved", weak).status == "not measured"
+
+
+def test_short_prompts_say_nothing_on_sliding_windows() -> None:
+    assert verdict("sliding-windows", results(list(composing(lambda row: True).rows), "composing", "gemma")).status == (
+        "not measured"
+    )
+    long = [{**row, "tokens": 900} for row in composing(lambda row: True).rows]
+    assert verdict("sliding-windows", results(long, "composing", "gemma")).status == "replicated"
+    assert verdict("sliding-windows", results(long, "composing", "llama")).status == "not measured"
+
+
+def turns(slope: float) -> Results:
+    """Rows of ``evidence.horizon``: the cosine falls by ``slope`` a turn, decisions with it."""
+    rows = []
+    for number, item in enumerate(items()):
+        for turn in range(1, 29):
+            lost = slope * turn
+            rows.append({**item, "arm": "field+erratum", "turn": turn, "cosine": 0.999 - lost,
+                         "agrees": (number * 7 + turn * 13) % 100 >= 100 * 10 * lost})  # fmt: skip
+            rows.append({**item, "arm": "append_only", "turn": turn, "error": 1e-5 + lost, "control": 2.0})
+    return results(rows, "horizon")
+
+
+@pytest.mark.parametrize("claim", ["no-drift-of-logits", "no-drift-of-decisions", "appended-lines-are-exact"])
+def test_claims_on_trajectories_flip(claim: str) -> None:
+    assert verdict(claim, turns(0.0)).status == "replicated"
+    assert verdict(claim, turns(0.003)).status == "not on these models"
+
+
+def diagonal(gap: float) -> Results:
+    arms = ("stale", "in_place", "selective@32", "suffix", "erratum", "field+erratum", "full")
+    rows = [
+        {
+            **item,
+            "arm": arm,
+            "recomputed_correct": True,
+            "difference": gap + 0.01 * (n % 3 - 1),
+            "composed_recovery": 0.5,
+        }
+        for n, item in enumerate(items())
+        for arm in arms
+    ]
+    return results(rows, "diagonal")
+
+
+def test_the_diagonal_flips() -> None:
+    assert verdict("diagonal", diagonal(0.0)).status == "replicated"
+    assert verdict("diagonal", diagonal(0.5)).status == "not on these models"
+
+
+def passages(multi: float, single: float) -> Results:
+    """Rows of ``evidence.multihop``: what blind reuse loses of 2 nats that the passages give."""
+    rows = []
+    for item in items():
+        for hops, lost in (("multi", multi), ("single", single)):
+            facts = {"key": f"{hops} {item['key']}", "hops": hops, "cluster": item["key"]}
+            rows.append({**facts, "arm": "seam@0", "drop": 2 * lost})
+            rows.append({**facts, "arm": "none", "drop": 2.0})
+    return results(rows, "multihop")
+
+
+def test_lost_shares() -> None:
+    blind, none = {"arm": "seam@0"}, {"arm": "none"}
+    found = lost_share("drop", blind, none, hops="multi")(passages(0.5, 0.0))
+    assert found is not None
+    assert found.interval.mean == pytest.approx(0.5)
+    more = more_lost("drop", blind, none, {"hops": "multi"}, {"hops": "single"})(passages(0.5, 0.1))
+    assert more is not None
+    assert more.interval.mean == pytest.approx(0.4)
+    assert lost_share("drop", blind, {"arm": "absent"})(passages(0.5, 0.1)) is None
+    assert verdict("blind-reuse-halves-multi-hop", passages(0.5, 0.1)).status == "replicated"
+    assert verdict("blind-reuse-halves-multi-hop", passages(0.1, 0.1)).status == "not on these models"
+
+
+def test_constant_values_have_the_bounds_of_their_kind() -> None:
+    rows = [{**item, "correct": True, "recovery": 1.0, "changed": [0.0, 0.0], "arm": "a"} for item in items()]
+    exact = binomtest(COUNT, COUNT).proportion_ci(0.95)
+    counted, plain, listed = (interval(rows, name) for name in ("correct", "recovery", "changed"))
+    assert counted is not None
+    assert plain is not None
+    assert listed is not None
+    assert (counted.low, counted.high) == pytest.approx((exact.low, exact.high))
+    assert (plain.low, plain.high) == (1.0, 1.0)
+    assert (listed.low, listed.high) == pytest.approx((1 - exact.high, 1 - exact.low))
+    same = apart([(row, row) for row in rows], "correct")
+    assert (same.mean, same.low, same.high) == pytest.approx((0.0, exact.low - 1, 1 - exact.low))
+    assert value_of({"a": [1.0, 0.0]}, "a") == 0.5
+    assert value_of({"a": []}, "a") is None
+    assert value_of({"a": "1"}, "a") is None
