@@ -225,7 +225,7 @@ def _timing(written: int, read: float) -> list[Row]:
     rows: list[Row] = []
     for domain in DOMAINS:
         facts = {"key": f"timing/{domain}", "probe": "timing", "domain": domain}
-        rows.append({**facts, "arm": "decision_by_lens", "measure": "depth", "value": read})
+        rows.append({**facts, "arm": "decision_by_lens_in_all_states", "measure": "depth", "value": read})
         for layer in range(11):
             right = 1.0 if layer >= written else 0.5
             rows.append({**facts, "arm": "clause at .", "measure": "accuracy", "x": layer, "value": right})

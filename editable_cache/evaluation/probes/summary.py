@@ -12,7 +12,7 @@ UNSUMMED = ("cell",)
 """Measures that only pictures show."""
 
 YES_OR_NO = ("follows", "flips", "decodable")
-"""Measures of which all the same is no certainty."""
+"""Measures whose values are answers: if all are the same, that is no certainty."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,16 @@ def lines(rows: Sequence[Row], *, unsummed: Sequence[str] = UNSUMMED) -> list[Li
         if "value" in row and row["measure"] not in unsummed:
             key = (row["probe"], row["task"], row["pair"], row["measure"], row["arm"], row.get("x"))
             groups.setdefault(key, []).append(row)
-    return [Line(*key, _interval(key[3], found)) for key, found in groups.items()]
+    return [
+        Line(
+            *key, bootstrap([row["value"] for row in found], [row["domain"] for row in found], counted=_counted(key[3]))
+        )
+        for key, found in groups.items()
+    ]
 
 
-def _interval(measure: str, rows: Sequence[Row]) -> Interval:
-    """Of values that are all the same, but no yes or no, there is nothing to draw."""
-    values, domains = [float(row["value"]) for row in rows], [row["domain"] for row in rows]
-    if measure not in YES_OR_NO and len(set(values)) == 1:
-        return Interval(values[0], values[0], values[0], len(values), len(set(domains)))
-    return bootstrap(values, domains)
+def _counted(measure: str) -> bool:
+    return measure in YES_OR_NO
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,10 @@ def written_before_read(label: str) -> Measure:
 
     def measure(results: Results) -> Measured | None:
         found = _accuracies(results, label)
-        lens = chosen(results, {"probe": "timing", "arm": "decision_by_lens", "measure": "depth", "value": is_number})
+        lens = chosen(
+            results,
+            {"probe": "timing", "arm": "decision_by_lens_in_all_states", "measure": "depth", "value": is_number},
+        )
         if found is None or not lens:
             return None
         domains, tables = found

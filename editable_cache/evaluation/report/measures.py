@@ -217,15 +217,18 @@ def decides_in_full(
 
 
 def passes_inclusion(*tasks: str) -> Callable[[Results], str | None]:
-    """As ``passes_gate``, by the full prefills that decide which items a probe takes in."""
+    """As ``passes_gate``, by the full prefills that decide which items a probe takes in; one of the tasks is enough."""
 
     def needs(results: Results) -> str | None:
+        reasons = []
         for task in tasks:
             rows = chosen(results, {"probe": "inclusion", "task": task, "states": is_number, "right": is_number})
             asked = sum(row["states"] for row in rows)
-            if asked and sum(row["right"] for row in rows) / asked < LEAST:
-                share = sum(row["right"] for row in rows) / asked
-                return f"full prefills of {task} items decide right {share:.2f}, gate {LEAST:g}"
-        return None
+            share = sum(row["right"] for row in rows) / asked if asked else 0.0
+            if share >= LEAST:
+                return None
+            if asked:
+                reasons.append(f"full prefills of {task} items decide right {share:.2f}, gate {LEAST:g}")
+        return reasons[0] if reasons else None
 
     return needs

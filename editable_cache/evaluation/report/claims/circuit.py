@@ -11,7 +11,7 @@ from editable_cache.evaluation.report.measures import difference, mean, passes_i
 
 
 def _asks(what: str, measure: Any, low: float = float("-inf"), high: float = float("inf")) -> Condition:
-    return Condition(what, STUDY, measure, low, high, passes_inclusion("trigger"))
+    return Condition(what, STUDY, measure, low, high, passes_inclusion("trigger", "exchanged"))
 
 
 HEADS: dict[str, Any] = {"probe": "heads", "measure": "recovery", "pair": "rule", "x": 12}
@@ -35,8 +35,14 @@ CIRCUIT = (
         "appendix D (1), table 5",
         "Patching the best heads at one aggregator recovers little: the write is spread over many tokens.",
         "0.28, 0.08, 0.24, 0.11",
-        unmeasured="Not built: heads are patched where they read, at the last token. How little one token's note "
-        "carries is measured by the claim on suffix concentration.",
+        (
+            _asks(
+                "best 12 heads at the token of largest effect",
+                mean("value", probe="writing", arm="write_top", measure="recovery", x=12),
+                high=0.4,
+            ),
+        ),
+        COMMAND,
     ),
     Claim(
         "conclusion-direction",

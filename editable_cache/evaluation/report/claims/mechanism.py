@@ -15,7 +15,7 @@ NOTHING, ALL_OF_IT = 0.15, 0.9
 """Recoveries that count as none and as all. The study takes 0.137 for none and 0.995 for all (table 3)."""
 
 
-_GATED, _TRIGGER = passes_inclusion("gated"), passes_inclusion("trigger")
+_GATED, _TRIGGER = passes_inclusion("gated"), passes_inclusion("trigger", "exchanged")
 
 
 def _asks(
