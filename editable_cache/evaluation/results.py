@@ -109,6 +109,7 @@ class Run:
             "environment": environment(),
         }
         self._rows: dict[str, list[Row]] = {}
+        self._partial_is_whole = False
         if self._path is not None:
             self._take_up(self._path)
 
@@ -123,10 +124,13 @@ class Run:
         text = json.dumps(entry, allow_nan=False)
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = _partial(self._path)
-            start = "" if self._rows else json.dumps(self._head) + "\n"
-            with partial.open("a" if self._rows else "w", encoding="utf-8") as file:
-                file.write(f"{start}{text}\n")
+            lines = [text]
+            if not self._partial_is_whole:
+                before = (json.dumps({"key": name, "rows": found}) for name, found in self._rows.items())
+                lines = [json.dumps(self._head), *before, text]
+            with _partial(self._path).open("a" if self._partial_is_whole else "w", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+            self._partial_is_whole = True
         self._rows[key] = clean
 
     def results(self) -> Results:
@@ -148,6 +152,7 @@ class Run:
             fresh.write_text(whole, encoding="utf-8")
             os.replace(fresh, self._path)
             _partial(self._path).unlink(missing_ok=True)
+            self._partial_is_whole = False
         return found
 
     def _take_up(self, path: Path) -> None:
@@ -160,6 +165,7 @@ class Run:
             if entries:
                 self._require_same(partial, entries[0])
                 self._rows = {entry["key"]: entry["rows"] for entry in entries[1:]}
+                self._partial_is_whole = True
         elif path.is_file():
             found = load(path)
             self._require_same(path, {"format": FORMAT, **asdict(found)})

@@ -44,6 +44,19 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     assert [row["x"] for row in again.finish().rows] == [1, 2]
 
 
+def test_a_finished_run_that_is_extended_and_killed_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    first = run_at(path)
+    first.add("a", [{"x": 1}])
+    first.finish()
+    run_at(path).add("b", [{"x": 2}])
+    again = run_at(path)
+    assert [row["x"] for row in again.results().rows] == [1, 2]
+    again.add("c", [{"x": 3}])
+    assert [row["x"] for row in again.finish().rows] == [1, 2, 3]
+    assert [row["x"] for row in load(path).rows] == [1, 2, 3]
+
+
 def test_half_a_line_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     run = run_at(path)

@@ -99,7 +99,7 @@ WEIGHTS = (
         "ROME as built here rewrites known facts, also in other wordings, and leaves other subjects alone.",
         "one fact: the Eiffel tower",
         (
-            Condition("efficacy", "rome_facts", mean("efficacy", kind="edit", arm="ROME"), low=0.85),
+            Condition("efficacy", "rome_facts", mean("efficacy", kind="edit", arm="ROME"), low=0.9),
             Condition("other wordings", "rome_facts", mean("paraphrase", kind="edit", arm="ROME"), low=0.5),
             Condition("neighbours keep theirs", "rome_facts", mean("neighbourhood", kind="edit", arm="ROME"), low=0.6),
         ),
