@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import torch
-import transformers
 from tqdm import tqdm
 
-import editable_cache
+from editable_cache.evaluation import results
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -74,15 +71,7 @@ def milliseconds(seconds: list[float]) -> dict[str, float]:
 
 def environment() -> dict[str, Any]:
     """Versions and machine."""
-    return {
-        "editable_cache": editable_cache.__version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "safetensors": safetensors.__version__,
-        "python": platform.python_version(),
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-    }
+    return {**results.environment(), "safetensors": safetensors.__version__}
 
 
 def write(name: str, content: Mapping[str, Any]) -> Path:
@@ -91,12 +80,3 @@ def write(name: str, content: Mapping[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**content, "environment": environment()}, indent=1) + "\n", encoding="utf-8")
     return path
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

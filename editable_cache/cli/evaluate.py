@@ -9,23 +9,28 @@ import typer
 from rich.console import RenderableType
 
 from editable_cache.cli.loading import ModelOptions, load_model
-from editable_cache.cli.options import Adapter, Device, Json, ModelDtype, ModelName, ModelRevision, Trust
+from editable_cache.cli.options import (
+    Adapter,
+    AnyModel,
+    Device,
+    Json,
+    ModelDtype,
+    ModelName,
+    ModelRevision,
+    Neutral,
+    Seed,
+    Tasks,
+    Trust,
+)
 from editable_cache.cli.screen import command, line, table
 
-Tasks = Annotated[
-    Path | None,
-    typer.Option("--tasks", metavar="FILE", help="Your own items; see docs/evaluation.md.", show_default=False),
-]
 Task = Annotated[
     str, typer.Option("--task", help="A built-in task: gated, trigger, two_hop, free_form, tool_call, ...")
 ]
 Arms = Annotated[str, typer.Option("--arms", metavar="A,B", help="Arms to compare; all of the frontier by default.")]
 ModeName = Annotated[str, typer.Option("--mode", help="direct, or cot: a chain of thought first.")]
 PerDomain = Annotated[int, typer.Option("--items", help="Items from each of the ten domains.")]
-Neutral = Annotated[int, typer.Option("--neutral", help="Rules of the policy that decide nothing (its length).")]
 Far = Annotated[bool, typer.Option("--far", help="The binding rule stands last in the policy, not first.")]
-Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same items.")]
-AnyModel = Annotated[bool, typer.Option("--any-model", help="Measure a model below the inclusion gate, too.")]
 Output = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="FILE", help="Results as JSON; a stopped run goes on.", show_default=False),

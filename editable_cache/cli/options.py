@@ -38,6 +38,13 @@ ModelDtype = Annotated[
     Dtype | None, typer.Option("--dtype", help="Load the model in this dtype, not its own.", show_default=False)
 ]
 Device = Annotated[str, typer.Option("--device", metavar="NAME", help="Where the model runs, for instance cuda.")]
+Tasks = Annotated[
+    Path | None,
+    typer.Option("--tasks", metavar="FILE", help="Your own items; see docs/evaluation.md.", show_default=False),
+]
+Neutral = Annotated[int, typer.Option("--neutral", min=0, help="Rules of the policy that decide nothing (its length).")]
+Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same items.")]
+AnyModel = Annotated[bool, typer.Option("--any-model", help="Measure a model below the inclusion gate, too.")]
 ModelRevision = Annotated[
     str | None,
     typer.Option("--model-revision", metavar="REV", help="Branch, tag or commit of the model on the Hub."),

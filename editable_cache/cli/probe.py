@@ -11,7 +11,19 @@ import typer
 from rich.console import RenderableType
 
 from editable_cache.cli.loading import ModelOptions, load_model
-from editable_cache.cli.options import Adapter, Device, Json, ModelDtype, ModelName, ModelRevision, Trust
+from editable_cache.cli.options import (
+    Adapter,
+    AnyModel,
+    Device,
+    Json,
+    ModelDtype,
+    ModelName,
+    ModelRevision,
+    Neutral,
+    Seed,
+    Tasks,
+    Trust,
+)
 from editable_cache.cli.screen import Screen, command, line, table
 
 if TYPE_CHECKING:
@@ -23,15 +35,8 @@ if TYPE_CHECKING:
 MOST_POINTS = 9
 """Points of a series that the table shows; of a longer one it shows the largest."""
 
-Tasks = Annotated[
-    Path | None,
-    typer.Option("--tasks", metavar="FILE", help="Your own items; see docs/evaluation.md.", show_default=False),
-]
 Probes = Annotated[str, typer.Option("--probes", metavar="A,B", help="Probes to run; all by default.")]
 Items = Annotated[int, typer.Option("--items", min=1, help="Items of each built-in task.")]
-Neutral = Annotated[int, typer.Option("--neutral", min=0, help="Rules of the policy that decide nothing (its length).")]
-Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same items.")]
-AnyModel = Annotated[bool, typer.Option("--any-model", help="Probe a model below the inclusion gate, too.")]
 Out = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="DIR", help="Results and pictures; a stopped run goes on.", show_default=False),

@@ -20,10 +20,10 @@ from editable_cache.errors import TaskError
 from editable_cache.evaluation.arms import ERRATA
 from editable_cache.evaluation.asking import Asking
 from editable_cache.evaluation.results import Row, Run
-from editable_cache.evaluation.statistics import Interval
+from editable_cache.evaluation.statistics import Interval, bootstrap
 from editable_cache.evaluation.studies import compose, diagonal, horizon, multihop, questions
 from editable_cache.evaluation.studies.compose import Block, Layout, Way
-from editable_cache.evaluation.studies.tables import grouped, interval, paired, table
+from editable_cache.evaluation.studies.tables import grouped, paired, table
 from editable_cache.evaluation.tasks import Item, Section, build
 from editable_cache.testing.tiny_models import tiny_model
 
@@ -441,5 +441,5 @@ def test_groups_and_pairs() -> None:
     assert (difference.mean, difference.n) == (0.5, 3)
     assert paired(rows, "arm", "x", "z", "value") is None
     assert len(table(groups)) == 2
-    assert interval([0.0, 0.0], "ab") == Interval(0, 0, 0, 2, 2)
-    assert interval([False, False], "ab").high == pytest.approx(1 - 0.025**0.5)
+    assert bootstrap([0.0, 0.0], "ab") == Interval(0, 0, 0, 2, 2)
+    assert bootstrap([False, False], "ab").high == pytest.approx(1 - 0.025**0.5)

@@ -32,9 +32,10 @@ def run_frontier(
     """Put every item through every arm; one row each, kept as soon as an item is finished.
 
     A row has ``arm``, ``task``, ``domain``, ``mode``; ``correct`` (the new value's answer), ``agrees`` (the same answer
-    as a full prefill), ``tokens`` that ran through the model, ``share`` of the whole prompt, ``seconds``; in direct
-    mode ``gap`` in logits, ``p_correct`` among the two answers, ``recovery`` (null where the ends do not differ),
-    ``cosine`` and ``kl`` against the full prefill; with a chain of thought ``generated`` tokens.
+    as a full prefill), ``tokens`` that ran through the model, ``share`` of the whole prompt, ``seconds`` (of the first
+    arm that takes an order of tokens the ranking too, which later ones share); in direct mode ``gap`` in logits,
+    ``p_correct`` among the two answers, ``recovery`` (null where the ends do not differ), ``cosine`` and ``kl`` against
+    the full prefill; with a chain of thought ``generated`` tokens.
 
     Args:
         erratum: wording of the correcting line, with ``{name}`` and ``{value}``.

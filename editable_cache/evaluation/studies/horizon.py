@@ -22,9 +22,8 @@ from editable_cache.evaluation.arms import ERRATA
 from editable_cache.evaluation.asking import Asking
 from editable_cache.evaluation.gate import require_items
 from editable_cache.evaluation.results import Row, Run
-from editable_cache.evaluation.statistics import Interval
+from editable_cache.evaluation.statistics import Interval, bootstrap
 from editable_cache.evaluation.studies.compose import compared
-from editable_cache.evaluation.studies.tables import interval
 from editable_cache.evaluation.tasks import Item
 
 TURNS = 28
@@ -145,4 +144,4 @@ def trend(rows: Sequence[Row], measure: str) -> dict[str, Interval]:
     clusters = [path[0]["domain"] for path in paths.values()]
     if not paths:
         raise TaskError(f"trend: expected rows with {measure!r}, got none.")
-    return {name: interval(values, clusters) for name, values in found.items()}
+    return {name: bootstrap(values, clusters) for name, values in found.items()}

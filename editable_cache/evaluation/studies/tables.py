@@ -11,11 +11,6 @@ from editable_cache.evaluation.statistics import Interval, bootstrap
 Group = tuple[Any, ...]
 
 
-def interval(values: Sequence[float | bool], clusters: Sequence[Any]) -> Interval:
-    """Mean and interval, drawn by clusters."""
-    return bootstrap(values, clusters)
-
-
 def grouped(
     rows: Sequence[Row], by: Sequence[str], measures: Sequence[str], *, cluster: str = "domain"
 ) -> dict[Group, dict[str, Interval]]:
@@ -32,7 +27,7 @@ def grouped(
         for measure in measures:
             held = [row for row in members if row.get(measure) is not None]
             if held:
-                found[group][measure] = interval([row[measure] for row in held], [row[cluster] for row in held])
+                found[group][measure] = bootstrap([row[measure] for row in held], [row[cluster] for row in held])
     return found
 
 
@@ -54,7 +49,7 @@ def paired(
     keys = [key for key in values[first] if key in values[second]]
     if not keys:
         return None
-    return interval([values[first][key] - values[second][key] for key in keys], [clusters[key] for key in keys])
+    return bootstrap([values[first][key] - values[second][key] for key in keys], [clusters[key] for key in keys])
 
 
 def table(groups: dict[Group, dict[str, Interval]]) -> list[str]:
