@@ -32,9 +32,7 @@ NEUTRAL = 3
 MEASURES = ("full_correct", "correct", "agrees", "cosine", "kl", "top")
 FIDELITY = (*models.PRETRAINED,)
 """Models that don't take these decisions: of them only logits are compared, on fewer items."""
-DIRECTIONS = 4
-"""Which value leads to which call, and from which value to which: so many items balance the labels."""
-OWN_ITEMS = 60
+OWN_ITEMS = 20
 """Of a small model's items."""
 
 
@@ -53,13 +51,12 @@ class Part:
 
 
 PARTS = (
-    Part("split", "cross_reference", per_domain=2, points=("end",)),
+    Part("split", "cross_reference", points=("end",)),
     Part("content", points=("middle",), sweep=("rule",)),
-    Part("content", points=("system", "end", "tool")),
+    Part("content", contents=("rule",), points=("system", "end", "tool")),
     Part("count"),
     Part("content", mode="cot", brief=0, contents=("rule",), points=("middle",)),
     Part("content", "tool_call", brief=0, points=("middle",)),
-    Part("split", "cross_reference", points=("start",)),
 )
 COUNTS = (2, 4)
 """Of skills; one skill is the rule in the middle."""
@@ -74,22 +71,8 @@ def items_of(model: str, part: Part, scale: int, quick: bool) -> list[Item]:
     count = (part.brief if model in FIDELITY else part.per_domain) * scale
     if not count or (quick and part.mode == "cot"):
         return []
-    found = balanced(part.task, part.mode, 1 if quick else count, 1 if quick else NEUTRAL)
+    found = build(part.task, per_domain=1 if quick else count, mode=part.mode, neutral=1 if quick else NEUTRAL)
     return found[: 4 if part.test == "count" else 1] if quick else found
-
-
-def balanced(task: str, mode: Mode, per_domain: int, neutral: int) -> list[Item]:
-    """Items of every domain; which of the four directions comes first goes on from domain to domain."""
-    whole = build(task, per_domain=DIRECTIONS * -(-per_domain // DIRECTIONS), mode=mode, neutral=neutral)
-    by_domain: dict[str, list[Item]] = {}
-    for item in whole:
-        by_domain.setdefault(item.domain, []).append(item)
-    found = []
-    for place, items in enumerate(by_domain.values()):
-        block = [items[start : start + DIRECTIONS] for start in range(0, len(items), DIRECTIONS)]
-        turned = [item for four in block for item in four[place % DIRECTIONS :] + four[: place % DIRECTIONS]]
-        found += turned[:per_domain]
-    return found
 
 
 def main() -> None:

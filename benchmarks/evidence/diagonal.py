@@ -14,7 +14,7 @@ from editable_cache.evaluation.tasks import build, read_items
 from evidence import commands, models
 
 NEUTRAL = 3
-PER_DOMAIN, OWN_ITEMS = 4, 60
+PER_DOMAIN, OWN_ITEMS = 4, 20
 MARGIN = 0.1
 """Of recovery, within which composed and recomputed count as the same."""
 MEASURES = (

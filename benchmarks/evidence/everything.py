@@ -12,14 +12,15 @@ import sys
 
 from evidence import models
 
-DECIDING = ("gatekeeper", "gatekeeper-no-updates")
+SMALL = ("small-llama", "small-qwen3", "small-gemma3", "small-hybrid")
+DECIDING = ("gatekeeper", "gatekeeper-no-updates", *SMALL, "small-llama-no-updates")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "gate": DECIDING,
     "frontier": DECIDING,
-    "mechanism": ("gatekeeper",),
-    "composing": ("smollm2", "gemma3_270m", "gatekeeper"),
-    "diagonal": ("gatekeeper",),
-    "horizon": ("gatekeeper",),
+    "mechanism": ("gatekeeper", "small-llama"),
+    "composing": ("smollm2", "gemma3_270m", "gatekeeper", *SMALL),
+    "diagonal": ("gatekeeper", *SMALL),
+    "horizon": ("gatekeeper", *SMALL),
     "multihop": ("smollm2", "gemma3_270m"),
     "rome_facts": ("smollm2",),
     "weights": ("gatekeeper",),

@@ -46,7 +46,7 @@ class Part:
 
 PARTS = (
     Part("direct", FRONTIER, per_domain=2),
-    Part("cot", (*CHAINED, "hoist", "full"), mode="cot"),
+    Part("cot", (*CHAINED, "hoist", "full"), mode="cot", per_domain=2, neutral=12),
     Part("near", REGIME, neutral=12),
     Part("far", REGIME, far=True, neutral=12),
     Part("wordings", WORDED, neutral=12),

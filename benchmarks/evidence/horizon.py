@@ -9,12 +9,11 @@ from __future__ import annotations
 from editable_cache.evaluation.results import Row
 from editable_cache.evaluation.studies.horizon import APPEND_ONLY, EXCHANGE, REFRESHED, TURNS, run_horizon, trend
 from editable_cache.evaluation.studies.tables import grouped, table
-from editable_cache.evaluation.tasks import DOMAINS, read_items
+from editable_cache.evaluation.tasks import DOMAINS, build, read_items
 from evidence import commands, models
-from evidence.composing import balanced
 
 NEUTRAL = 3
-ITEMS, OWN_ITEMS = 6, 40
+ITEMS, OWN_ITEMS = 6, 10
 SMALL_EXCHANGE = "user: what about order 25?\n"
 """In the words that the small models know."""
 MEASURES = ("full_correct", "correct", "agrees", "cosine", "kl", "top")
@@ -34,7 +33,7 @@ def main() -> None:
         items = [item for item in own.items if item.mode == "direct" and item.task == "gated"][:OWN_ITEMS]
     else:
         per_domain = -(-given.items // len(DOMAINS))
-        items = balanced("gated", "direct", per_domain, 1 if given.quick else NEUTRAL)
+        items = build("gated", per_domain=per_domain, neutral=1 if given.quick else NEUTRAL)
         items = [item for place in range(per_domain) for item in items[place::per_domain]][: given.items]
     settings = {"turns": TURNS, "exchange": exchange, "neutral": None if path.is_file() else NEUTRAL}
     run = commands.run_of("horizon", given.model, {**settings, "dtype": "float32"}, given.quick)

@@ -31,7 +31,7 @@ from editable_cache.evaluation.asking import Asking
 from editable_cache.evaluation.metrics import p_correct
 from editable_cache.evaluation.results import Row, Run
 from editable_cache.evaluation.statistics import bootstrap
-from editable_cache.evaluation.tasks import Item, build
+from editable_cache.evaluation.tasks import DOMAINS, Item, build
 from editable_cache.ops import checksum
 from evidence import commands, rome_facts
 
@@ -281,7 +281,9 @@ def traced_layer() -> int:
 
 def main() -> None:
     """The command."""
-    given = commands.parser(__doc__, "one item, few other requests, little text for the covariance").parse_args()
+    options = commands.parser(__doc__, "one item, few other requests, little text for the covariance")
+    options.add_argument("--items", type=int, default=50, help="adds to finished ones; each domain in turn")
+    given = options.parse_args()
     commands.begin(given.threads)
     layer, neutral = traced_layer(), 0
     tokens = rome_facts.QUICK.tokens if given.quick else rome_facts.Sizes().tokens
@@ -296,8 +298,8 @@ def main() -> None:
         "dtype": "float32",
     }
     run = commands.run_of("weights", given.model, settings, given.quick)
-    items = build("gated", per_domain=1 if given.quick else 5, neutral=neutral)
-    items = items[:1] if given.quick else sorted(items, key=lambda item: int(item.key.rsplit("/", 1)[1]))
+    items = build("gated", per_domain=1 if given.quick else -(-given.items // len(DOMAINS)), neutral=neutral)
+    items = items[:1] if given.quick else sorted(items, key=lambda item: int(item.key.rsplit("/", 1)[1]))[: given.items]
     left = [item for item in items if not run.has(item.key)]
     if left:
         table = Table(given.model, run, tokens=tokens, layer=layer, neutral=neutral, asked=asked)

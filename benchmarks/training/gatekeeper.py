@@ -15,7 +15,7 @@ import math
 import os
 import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,10 @@ class Settings:
 
 FIRST = Stage(steps=20, most_neutral=1, long_share=0.0, direct=1.0, gated=1.0, decision=1.0, updates=False, batch=16)
 FOCUSED = Stage(steps=90, most_neutral=4, long_share=0.04, direct=0.8, gated=0.5, decision=1.0, rate=0.5)
+CHAINS = Stage(steps=70, long_share=0.06, direct=0.5, gated=0.4, decision=1.0, rate=0.5)
 VARIANTS = {
-    "gatekeeper": Settings(updates=True, stages=(Stage(steps=160), FIRST, FOCUSED)),
-    "gatekeeper-no-updates": Settings(updates=False, stages=(FIRST, FOCUSED)),
+    "gatekeeper": Settings(updates=True, stages=(Stage(steps=160), FIRST, FOCUSED, CHAINS)),
+    "gatekeeper-no-updates": Settings(updates=False, stages=(FIRST, replace(FOCUSED, steps=40))),
 }
 
 

@@ -27,8 +27,19 @@ from editable_cache.cli.screen import command, line, table
 Task = Annotated[
     str, typer.Option("--task", help="A built-in task: gated, trigger, two_hop, free_form, tool_call, ...")
 ]
-Arms = Annotated[str, typer.Option("--arms", metavar="A,B", help="Arms to compare; all of the frontier by default.")]
-ModeName = Annotated[str, typer.Option("--mode", help="direct, or cot: a chain of thought first.")]
+Arms = Annotated[
+    str,
+    typer.Option("--arms", metavar="A,B", help="Arms to compare; by default all of the frontier that the items allow."),
+]
+ModeName = Annotated[
+    str | None,
+    typer.Option(
+        "--mode",
+        help="direct, or cot: a chain of thought first. Of a task file only such items; without it, all of the file, "
+        "and built-in tasks are asked direct.",
+        show_default=False,
+    ),
+]
 PerDomain = Annotated[int, typer.Option("--items", help="Items from each of the ten domains.")]
 Far = Annotated[bool, typer.Option("--far", help="The binding rule stands last in the policy, not first.")]
 Output = Annotated[
@@ -42,7 +53,7 @@ def evaluate(
     tasks: Tasks = None,
     task: Task = "gated",
     arms: Arms = "",
-    mode: ModeName = "direct",
+    mode: ModeName = None,
     per_domain: PerDomain = 2,
     neutral: Neutral = 20,
     far: Far = False,
@@ -63,21 +74,23 @@ def evaluate(
     inclusion gate, results of another version.
     """
     with command(as_json) as screen:
-        from editable_cache.evaluation.arms import FRONTIER, arm
+        from editable_cache.evaluation.arms import arm
         from editable_cache.evaluation.results import Run
-        from editable_cache.evaluation.studies.frontier import run_frontier
+        from editable_cache.evaluation.studies.frontier import require_direct, run_frontier, usual_arms
         from editable_cache.evaluation.studies.summary import by_arm
         from editable_cache.evaluation.tasks import build, read_items
 
-        chosen = [name.strip() for name in arms.split(",") if name.strip()] or list(FRONTIER)
-        for name in chosen:
-            arm(name)
+        asked = _mode(mode)
         given = read_items(tasks) if tasks is not None else None
         items = (
-            list(given.items)
+            [item for item in given.items if asked in (None, item.mode)]
             if given is not None
-            else build(task, per_domain=per_domain, mode=_mode(mode), neutral=neutral, far=far, seed=seed)
+            else build(task, per_domain=per_domain, mode=asked or "direct", neutral=neutral, far=far, seed=seed)
         )
+        chosen = [name.strip() for name in arms.split(",") if name.strip()] or usual_arms(items)
+        for name in chosen:
+            arm(name)
+        require_direct(items, chosen)
         options = ModelOptions(model, adapter, dtype, device, model_revision, trust_remote_code)
         settings = {
             "arms": chosen,
@@ -109,9 +122,11 @@ def evaluate(
         screen.answer(facts, _shown(gate, rows))
 
 
-def _mode(name: str) -> Literal["direct", "cot"]:
+def _mode(name: str | None) -> Literal["direct", "cot"] | None:
     from editable_cache.errors import TaskError
 
+    if name is None:
+        return None
     if name == "direct":
         return "direct"
     if name == "cot":

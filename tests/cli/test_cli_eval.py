@@ -56,6 +56,7 @@ def test_a_model_below_the_gate_is_refused(models: Models, items: str) -> None:
         (("--arms", "stale,magic"), "Unknown arm 'magic'"),
         (("--task", "poetry"), "expected a task among"),
         (("--mode", "poem"), "expected direct or cot"),
+        (("--mode", "cot", "--arms", "stale,selective@2"), "expected items in direct mode"),
         (("--items", "0"), "at least one item"),
         (("--tasks", "no-such-file.json"), "can't be read"),
     ],
@@ -63,6 +64,19 @@ def test_a_model_below_the_gate_is_refused(models: Models, items: str) -> None:
 def test_bad_requests_are_told_before_a_model_is_loaded(options: tuple[str, ...], message: str) -> None:
     found = answer("eval", "no-such-model-anywhere", *options, code=2)
     assert message in found["error"]
+
+
+def test_a_file_of_both_modes_is_asked_in_one_or_with_arms_that_both_have(models: Models, tmp_path: Path) -> None:
+    path = str(tmp_path / "both.json")
+    found = [build("gated", per_domain=1, neutral=0, mode=mode)[0] for mode in ("direct", "cot")]
+    write_items(path, [replace(item, answers={item.old: " refund", item.new: " escalate"}) for item in found])
+    asked = ("eval", models("llama"), "--tasks", path, "--any-model")
+    assert "leave out these arms" in answer(*asked, "--arms", "stale,selective@2", code=2)["error"]
+    shown = answer(*asked, "--arms", "stale,selective@2", "--mode", "direct")
+    assert [(row["arm"], row["n"]) for row in shown["arms"]] == [("stale", 1), ("selective@2", 1)]
+    arms = {row["arm"]: row["n"] for row in answer(*asked)["arms"]}
+    assert arms["hoist"] == 2
+    assert not any(name.startswith("selective") for name in arms)
 
 
 def test_results_of_other_settings_are_not_joined(models: Models, items: str, tmp_path: Path) -> None:

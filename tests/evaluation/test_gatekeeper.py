@@ -32,7 +32,7 @@ def measured(smollm2: Any) -> Results:
     model, tokenizer = importlib.import_module("evidence.models").load("gatekeeper")
     sys.path.remove(str(BENCHMARKS))
     run = Run(None, study="frontier", model="gatekeeper", settings={})
-    items = build("gated", per_domain=1, neutral=12)[2:4]
+    items = build("gated", per_domain=1, neutral=12)[4:6]
     for label, arms in ARMS.items():
         run_frontier(model, tokenizer, items, run, arms=arms, any_model=True, label=label)
     return run.results()

@@ -38,8 +38,8 @@ def weights(**changes: Any) -> Results:
     for item in items():
         for arm in flips:
             heavy = arm in ("ROME", "LoRA")
-            row = {"kind": "arm", "arm": arm, "eligible": True, "flips": flips[arm], "seconds": seconds[arm]}
-            row |= {"contaminated": [float(heavy)] * 8, "changed": [1.0 * heavy] * 5 + [0.0] * 5}
+            row = {"kind": "arm", "arm": arm, "eligible": True, "flips": flips[arm], "cpu_seconds": seconds[arm]}
+            row |= {"contamination": float(heavy), "collateral": 0.5 * heavy}
             row |= {"restored": True} if heavy else {}
             rows.append({**item, **row, **changes.get(arm, {}), **changes.get("every", {})})
     return results(rows, "weights")
@@ -48,11 +48,11 @@ def weights(**changes: Any) -> Results:
 WEIGHTS: dict[str, dict[str, Any]] = {
     "all-flip-the-decision": {"ROME": {"flips": False}},
     "in-place-does-not-flip": {"in_place": {"flips": True}},
-    "weights-contaminate": {"LoRA": {"contaminated": [0.0] * 8}},
-    "cache-does-not-contaminate": {"erratum": {"contaminated": [1.0] * 8}},
-    "weights-damage-others": {"ROME": {"changed": [0.0] * 10}},
-    "cache-damages-nothing": {"in_place": {"changed": [1.0] * 10}},
-    "weights-are-slower": {"LoRA": {"seconds": 0.2}},
+    "weights-contaminate": {"LoRA": {"contamination": 0.0}},
+    "cache-does-not-contaminate": {"erratum": {"contamination": 1.0}},
+    "weights-damage-others": {"ROME": {"collateral": 0.0}},
+    "cache-damages-nothing": {"in_place": {"collateral": 1.0}},
+    "weights-are-slower": {"LoRA": {"cpu_seconds": 0.2}},
     "weights-are-restored": {"ROME": {"restored": False}, "LoRA": {"restored": False}},
 }
 
@@ -174,9 +174,9 @@ def test_lost_shares() -> None:
 
 
 def test_constant_values_have_the_bounds_of_their_kind() -> None:
-    rows = [{**item, "correct": True, "recovery": 1.0, "changed": [0.0, 0.0], "arm": "a"} for item in items()]
+    rows = [{**item, "correct": True, "recovery": 1.0, "collateral": [0.0, 0.0], "arm": "a"} for item in items()]
     exact = binomtest(COUNT, COUNT).proportion_ci(0.95)
-    counted, plain, listed = (interval(rows, name) for name in ("correct", "recovery", "changed"))
+    counted, plain, listed = (interval(rows, name) for name in ("correct", "recovery", "collateral"))
     assert counted is not None
     assert plain is not None
     assert listed is not None

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from cli_support import answer, json_keys, run
 
-from editable_cache.evaluation.report import CLAIMS, Evidence, document, html, judge, markdown, plot
+from editable_cache.evaluation.report import CLAIMS, Evidence, document, gather, html, judge, markdown, plot
 from editable_cache.evaluation.report.blocks import Heading, Table
 from editable_cache.evaluation.report.plot import Point
 from editable_cache.evaluation.report.shown import STUDIES
-from editable_cache.evaluation.report.views import CurveView, DotView, ScatterView, number
+from editable_cache.evaluation.report.views import CurveView, DotView, ScatterView, TableView, number
 from editable_cache.evaluation.results import FORMAT, Results, Row
 from editable_cache.evaluation.statistics import Interval
 
@@ -249,6 +249,17 @@ def test_the_page_of_results_is_up_to_date() -> None:
     assert set(page.FIGURES.glob("evidence-*.svg")) == {path for path in files if path.suffix == ".svg"}
     for path, text in files.items():
         assert path.read_text(encoding="utf-8") == text, path.name
+
+
+def test_what_the_page_shows_is_what_the_benchmarks_write() -> None:
+    """Every entry that a table or a plot names is in the committed results of its study."""
+    found = gather([load_page().RESULTS])
+    for study in STUDIES:
+        written = {name for results in found.of(study.name) for row in results.rows for name in row}
+        for view in study.views:
+            named = [*view.values] if isinstance(view, TableView) else [getattr(view, "value", None)]
+            missing = {name for name in named if name is not None} - written
+            assert not written or not missing, f"{study.name}: no row has {sorted(missing)}"
 
 
 def test_another_result_gives_another_page_of_results(tmp_path: Path) -> None:

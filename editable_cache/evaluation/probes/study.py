@@ -66,14 +66,8 @@ def items_of(task: str, count: int, *, neutral: int = 10, seed: int = 0) -> list
         raise TaskError(f"probe: expected at least one item, got {count}.")
     found = build(SWEPT if task == TURNED else task, per_domain=4 * -(-count // 40), neutral=neutral, seed=seed)
     found = turned(found) if task == TURNED else found
-    by_number: dict[int, list[Item]] = {}
-    for item in found:
-        by_number.setdefault(int(item.key.rsplit("/", 1)[1]), []).append(item)
-    domains = len(by_number[0])
-    numbers = len(by_number)
-    # Item j of domain d takes number j + d, so that few items of many domains still have balanced labels.
-    order = [by_number[(turn + place) % numbers][place] for turn in range(numbers) for place in range(domains)]
-    return order[:count]
+    numbers = sorted(found, key=lambda item: int(item.key.rsplit("/", 1)[1]))  # one of each domain, then the next
+    return numbers[:count]
 
 
 def turned(items: Iterable[Item]) -> list[Item]:

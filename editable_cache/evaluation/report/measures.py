@@ -18,7 +18,7 @@ COUNTED = {
     *("correct", "agrees", "full_correct", "top", "same", "old", "new", "update"),
     *("follows", "flips", "decodable", "less_likely", "exact", "full_exact"),
     *("recomputed_correct", "composed_correct", "efficacy", "said"),
-    *("eligible", "restored", "contaminated", "changed"),
+    *("eligible", "restored", "contamination", "collateral"),
 }
 """Entries, and measures of probes, that are yes or no."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from editable_cache.errors import TaskError
 from editable_cache.evaluation.arms import FRONTIER, Case, arm
 from editable_cache.evaluation.asking import Asking
 from editable_cache.evaluation.gate import Gate, add_gate, gate_of, measure_gate, require_gate, require_items
@@ -43,9 +44,11 @@ def run_frontier(
         any_model: measure a model below the inclusion gate too.
 
     Raises:
-        TaskError: for no item, an unknown arm, or a model below the gate.
+        TaskError: for no item, an unknown arm, arms that rank tokens by their effect for items with a chain of
+            thought, or a model below the gate.
     """
     require_items(items)
+    require_direct(items, arms)
     acts = {name: arm(name) for name in arms}
     if not any_model:
         require_gate(measure_gate(model, tokenizer, items, run, erratum=erratum), model_name)
@@ -58,6 +61,30 @@ def run_frontier(
             add_gate(run, case)
             run.add(key, [{"set": label, **_row(case, name, act)} for name, act in acts.items()])
     return gate_of(run, items)
+
+
+def usual_arms(items: Sequence[Item]) -> list[str]:
+    """The arms of the frontier that can be put to all of these items."""
+    return [name for name in FRONTIER if not (_ranks(name) and any(item.mode == "cot" for item in items))]
+
+
+def require_direct(items: Sequence[Item], arms: Sequence[str]) -> None:
+    """Refuse arms that rank tokens by their effect on the deciding token, where an item has none before its chain.
+
+    Raises:
+        TaskError: with the arms and an item.
+    """
+    ranked, chained = [*filter(_ranks, arms)], [item.key for item in items if item.mode == "cot"]
+    if ranked and chained:
+        raise TaskError(
+            f"Arms {', '.join(ranked)}: expected items in direct mode, whose deciding token ranks the others, got "
+            f"{len(chained)} with a chain of thought, such as {chained[0]}; leave out these arms or these items "
+            "(--mode direct)."
+        )
+
+
+def _ranks(name: str) -> bool:
+    return name.startswith("selective@")
 
 
 def _row(case: Case, name: str, act: Any) -> Row:

@@ -27,9 +27,9 @@ def build(
 ) -> list[Item]:
     """Items of one task, ``per_domain`` from each domain.
 
-    The four combinations of "which value leads to which call" and "from which value to which" take turns, so with a
-    multiple of four labels are balanced within each domain: a model that always gives one call, or never changes its
-    answer, is at chance. The first item of each domain has the first combination.
+    The four combinations of "which value leads to which call" and "from which value to which" take turns, within a
+    domain and from one domain to the next: a model that always gives one call, or never changes its answer, is at
+    chance. With a multiple of four that holds within each domain.
 
     Args:
         task: a name of ``KINDS``.
@@ -46,12 +46,13 @@ def build(
     if per_domain < 1 or not domains:
         raise TaskError(f"build: expected at least one item of one domain, got {per_domain} of {len(domains)}.")
     items = []
-    for domain in domains:
+    for place, domain in enumerate(domains):
         pairs = list(itertools.combinations(domain.values, 2))
         for number in range(per_domain):
             rng = random.Random(f"{task} {domain.name} {number} {neutral} {seed}")
             first, second = pairs[(number // 4) % len(pairs)]
-            swap, back = bool(number % 2), bool(number // 2 % 2)
+            turn = number + place
+            swap, back = bool(turn % 2), bool(turn // 2 % 2)
             old, new = (second, first) if back else (first, second)
             draw = Draw(
                 rng=rng,

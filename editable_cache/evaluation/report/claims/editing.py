@@ -180,7 +180,7 @@ EDITING = (
                 "frontier",
                 lead_of(
                     "correct",
-                    lambda name: "hybrid" not in name,
+                    lambda name: "hybrid" not in name and "no-updates" not in name,
                     lambda name: "hybrid" in name,
                     arm="erratum",
                     mode="cot",

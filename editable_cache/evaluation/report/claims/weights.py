@@ -30,8 +30,8 @@ def _each(arms: tuple[str, ...], value: str, words: str, low: float = float("-in
 
 
 def _times_slower(arm: str) -> Condition:
-    measure = lost_share("seconds", {"arm": arm}, {"arm": "field+erratum"}, **ARMS)
-    return _asks(f"seconds, {arm} / field+erratum", measure, low=10.0)
+    measure = lost_share("cpu_seconds", {"arm": arm}, {"arm": "field+erratum"}, **ARMS)
+    return _asks(f"processor seconds, {arm} / field+erratum", measure, low=10.0)
 
 
 WEIGHTS = (
@@ -56,7 +56,7 @@ WEIGHTS = (
         "4, table 1",
         "An edit of the weights turns the decisions of other requests whose field did not change.",
         "1.0 (ROME, LoRA; 8 requests)",
-        _each(WEIGHTS_TOO, "contaminated", "other requests turned", low=0.5),
+        _each(WEIGHTS_TOO, "contamination", "other requests turned", low=0.5),
         COMMAND,
     ),
     Claim(
@@ -64,7 +64,7 @@ WEIGHTS = (
         "4, table 1",
         "An edit of one cache turns none of them.",
         "0 (asserted, not measured)",
-        _each(CACHE, "contaminated", "other requests turned", high=NONE_OF_THEM),
+        _each(CACHE, "contamination", "other requests turned", high=NONE_OF_THEM),
         COMMAND,
         remark="True by construction, measured all the same on the other requests' caches in the same process.",
     ),
@@ -73,7 +73,7 @@ WEIGHTS = (
         "4, table 1",
         "An edit of the weights changes unrelated decisions.",
         "0.5 (ROME, LoRA; 10 decisions)",
-        _each(WEIGHTS_TOO, "changed", "unrelated answers changed", low=0.25),
+        _each(WEIGHTS_TOO, "collateral", "unrelated answers changed", low=0.25),
         COMMAND,
     ),
     Claim(
@@ -81,7 +81,7 @@ WEIGHTS = (
         "4, table 1",
         "An edit of one cache changes none of them.",
         "0 (asserted, not measured)",
-        _each(CACHE, "changed", "unrelated answers changed", high=NONE_OF_THEM),
+        _each(CACHE, "collateral", "unrelated answers changed", high=NONE_OF_THEM),
         COMMAND,
     ),
     Claim(

@@ -1,0 +1,91 @@
+"""The texts that small models are trained on, and the items that judge them."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RULE = re.compile(r"^(?:rule|must|the \w+ decides).*$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def mini() -> Iterator[ModuleType]:
+    if not BENCHMARKS.is_dir():
+        pytest.skip("the benchmarks are not in this copy")
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module("training.mini")
+    sys.path.remove(str(BENCHMARKS))
+
+
+def assignments(mini: ModuleType, text: str) -> set[tuple[str, str, str]]:
+    """Field and the calls of its two values, of every rule in a text."""
+    found = set()
+    for rule in RULE.findall(text):
+        words = re.findall(r"\w+", rule)
+        field = next(field for field, values in mini.FIELDS.items() if set(values) <= set(words))
+        calls = [words[words.index(value) + 1 :] for value in mini.FIELDS[field]]
+        first, second = (next(word for word in after if word in mini.CALLS) for after in calls)
+        found.add((field, first, second))
+    return found
+
+
+def test_training_has_no_judged_assignment_and_not_the_judged_wording(mini: ModuleType) -> None:
+    rng = random.Random(0)
+    trained: Counter[bool] = Counter()
+    for _ in range(300):
+        for text in (mini.prompts(rng, neutral=1, updates=0.5), mini.decisions(rng, updates=0.5)):
+            whole = "".join(piece for piece, _ in text)
+            assert "This replaces every earlier value" not in whole
+            trained.update(mini.kept_apart(*found) for found in assignments(mini, whole))
+    assert trained[False] > 500
+    assert trained[True] == 0
+    judged = [assignments(mini, item.context(item.old)) for item in mini.judged("direct", 4, neutral=0)]
+    assert all(len(found) == 1 and mini.kept_apart(*found.pop()) for found in judged)
+
+
+def test_every_answer_follows_from_its_text(mini: ModuleType) -> None:
+    """By a reader of its own: the last value that a line states, and the call that the rule gives it."""
+    rng = random.Random(1)
+    turned = 0
+    for _ in range(200):
+        pieces = mini.prompts(rng, neutral=0, updates=0.5, rounds=2)
+        seen = pieces[0][0]
+        ((field, first, second),) = assignments(mini, seen)
+        calls = dict(zip(mini.FIELDS[field], (first, second), strict=True))
+        for piece, learnt in pieces[1:]:
+            if learnt:
+                told = RULE.sub("", seen)
+                stated = re.findall(
+                    rf"\b({'|'.join(calls)})\b", re.sub(r"Reasoning:.*|(?:tool_call|answer): ?\w+", "", told)
+                )
+                turned += stated[0] != stated[-1]
+                answer = re.search(rf"({'|'.join([*mini.CALLS, *calls])})\W*{mini.END}", piece)
+                assert answer is not None
+                assert answer[1] in (stated[-1], calls[stated[-1]])
+            seen += piece
+    assert turned > 40
+
+
+def test_labels_are_balanced_and_no_word_is_unknown(mini: ModuleType) -> None:
+    tokenizer = mini.tokenizer()
+    for mode in mini.MODES:
+        items = mini.judged(mode, 4, neutral=4)
+        assert len(items) == 40
+        assert len({item.key for item in items}) == 40
+        for field, values in mini.FIELDS.items():
+            mine = [item for item in items if item.domain == field]
+            assert Counter(item.old for item in mine) == dict.fromkeys(values, 2)
+            for item in mine:
+                line = mini.ERRATUM.format(name=item.field, value=item.new)
+                text = item.context(item.old) + line + item.question + item.completion(item.new)
+                assert tokenizer.unk_token_id not in tokenizer(text).input_ids
+    assert tokenizer.unk_token_id in tokenizer("colour: mauve").input_ids
