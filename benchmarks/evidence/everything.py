@@ -19,13 +19,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "frontier": DECIDING,
     "mechanism": ("gatekeeper", "small-llama"),
     "composing": ("smollm2", "gemma3_270m", "gatekeeper", *SMALL),
-    "diagonal": ("gatekeeper", *SMALL),
+    "diagonal": ("gatekeeper", *SMALL[:-1]),
     "horizon": ("gatekeeper", *SMALL),
     "multihop": ("smollm2", "gemma3_270m"),
     "rome_facts": ("smollm2",),
     "weights": ("gatekeeper",),
 }
-"""Each command and the models that it is run on."""
+"""Each command and the models that it is run on; arms inside a transplant need cells of every token."""
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from editable_cache.evaluation.arms import ERRATA, FRONTIER
-from editable_cache.evaluation.studies.frontier import run_frontier
+from editable_cache.evaluation.studies.frontier import possible, run_frontier
 from editable_cache.evaluation.studies.summary import by_arm
 from editable_cache.evaluation.tasks import Item, Mode, build, read_items
 from evidence import commands, models
@@ -87,7 +87,12 @@ def main() -> None:
         items, erratum = items_of(given.model, part, given.quick)
         if part.name not in wanted or not items:
             continue
-        options: dict[str, Any] = {"arms": part.arms, "erratum": erratum, "label": part.name, "any_model": True}
+        options: dict[str, Any] = {
+            "arms": possible(part.arms, items, model),
+            "erratum": erratum,
+            "label": part.name,
+            "any_model": True,
+        }
         gate = run_frontier(model, tokenizer, items, run, model_name=f"{given.model} {part.name}", **options)
         print(f"\n{given.model}, {part.name}: {gate}")
         for row in by_arm([row for row in run.results().rows if row.get("set") == part.name]):

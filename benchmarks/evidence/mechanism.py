@@ -25,21 +25,21 @@ NEUTRAL = 10
 
 MAIN_TASKS = (SWEPT, TURNED, "trigger")
 
-ITEMS, SIDE_ITEMS, QUICK_ITEMS = 30, 10, 4
+ITEMS, OWN_ITEMS, SIDE_ITEMS, QUICK_ITEMS = 10, 40, 10, 4
 
 
 def main() -> None:
     """The command."""
     options = parser(__doc__, "two tasks, few items, a short policy")
-    options.add_argument("--items", type=int, default=ITEMS, help="items of the gated and of the trigger task")
+    options.add_argument("--items", type=int, help="items of each task; another number is another measurement")
     options.add_argument("--any-model", action="store_true")
     arguments = options.parse_args()
     begin(arguments.threads)
     own = MODELS / arguments.model / "items.json"
     if own.is_file():
-        items = beside(read_items(own).items, QUICK_ITEMS if arguments.quick else arguments.items)
+        items = beside(read_items(own).items, QUICK_ITEMS if arguments.quick else arguments.items or OWN_ITEMS)
     else:
-        items = asked(arguments.items, quick=arguments.quick)
+        items = asked(arguments.items or ITEMS, quick=arguments.quick)
     settings = {"items": [item.key for item in items], "neutral": NEUTRAL, "any_model": arguments.any_model}
     run = run_of(STUDY, arguments.model, settings, arguments.quick)
     model, tokenizer = load(arguments.model)

@@ -21,6 +21,7 @@ from editable_cache.cli.options import (
     Seed,
     Tasks,
     Trust,
+    require_built_in_only,
 )
 from editable_cache.cli.screen import command, line, table
 
@@ -29,7 +30,9 @@ Task = Annotated[
 ]
 Arms = Annotated[
     str,
-    typer.Option("--arms", metavar="A,B", help="Arms to compare; by default all of the frontier that the items allow."),
+    typer.Option(
+        "--arms", metavar="A,B", help="Arms to compare; by default all of the frontier that items and model allow."
+    ),
 ]
 ModeName = Annotated[
     str | None,
@@ -49,6 +52,7 @@ Output = Annotated[
 
 
 def evaluate(
+    context: typer.Context,
     model: ModelName,
     tasks: Tasks = None,
     task: Task = "gated",
@@ -74,29 +78,34 @@ def evaluate(
     inclusion gate, results of another version.
     """
     with command(as_json) as screen:
-        from editable_cache.evaluation.arms import arm
+        from editable_cache.errors import TaskError
+        from editable_cache.evaluation.arms import FRONTIER, arm
         from editable_cache.evaluation.results import Run
-        from editable_cache.evaluation.studies.frontier import require_direct, run_frontier, usual_arms
+        from editable_cache.evaluation.studies.frontier import possible, require_possible, run_frontier
         from editable_cache.evaluation.studies.summary import by_arm
-        from editable_cache.evaluation.tasks import build, read_items
+        from editable_cache.evaluation.tasks import build, digest, read_items
 
         asked = _mode(mode)
-        given = read_items(tasks) if tasks is not None else None
-        items = (
-            [item for item in given.items if asked in (None, item.mode)]
-            if given is not None
-            else build(task, per_domain=per_domain, mode=asked or "direct", neutral=neutral, far=far, seed=seed)
-        )
-        chosen = [name.strip() for name in arms.split(",") if name.strip()] or usual_arms(items)
+        given = None
+        if tasks is not None:
+            require_built_in_only(context, "task", "per_domain", "neutral", "far", "seed")
+            given = read_items(tasks)
+            items = [item for item in given.items if asked in (None, item.mode)]
+            if not items:
+                raise TaskError(f"Task file {tasks}: expected an item in the mode {mode}, got none.")
+        else:
+            items = build(task, per_domain=per_domain, mode=asked or "direct", neutral=neutral, far=far, seed=seed)
+        chosen = [name.strip() for name in arms.split(",") if name.strip()]
         for name in chosen:
             arm(name)
-        require_direct(items, chosen)
+        require_possible(chosen, items)
         options = ModelOptions(model, adapter, dtype, device, model_revision, trust_remote_code)
         settings = {
-            "arms": chosen,
+            "arms": chosen or "possible",
             "items": [item.key for item in items],
-            "tasks": None if tasks is None else tasks.name,
+            "digest": digest(items, None if given is None else given.erratum),
             "adapter": adapter,
+            "revision": model_revision,
             "dtype": None if dtype is None else dtype.value,
         }
         run = Run(out, study="frontier", model=model, settings=settings)
@@ -106,7 +115,7 @@ def evaluate(
             loaded.tokenizer,
             items,
             run,
-            arms=chosen,
+            arms=chosen or possible(FRONTIER, items, loaded.model),
             erratum=None if given is None else given.erratum,
             any_model=any_model,
             model_name=model,

@@ -63,3 +63,20 @@ Revision = Annotated[
     str | None, typer.Option("--revision", metavar="REV", help="Branch, tag or commit of the skill on the Hub.")
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The folder to write.", show_default=False)]
+
+
+def require_built_in_only(context: typer.Context, *names: str) -> None:
+    """Refuse options that choose built-in items, where the items come from a file; ``names`` are those of parameters.
+
+    Raises:
+        TaskError: with the options that were given.
+    """
+    from editable_cache.errors import TaskError
+
+    flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    sources = {name: context.get_parameter_source(name) for name in names}
+    given = [flags[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise TaskError(
+            f"{', '.join(given)}: these choose built-in items, but --tasks gives items; leave out one side."
+        )

@@ -23,6 +23,7 @@ from editable_cache.cli.options import (
     Seed,
     Tasks,
     Trust,
+    require_built_in_only,
 )
 from editable_cache.cli.screen import Screen, command, line, table
 
@@ -44,6 +45,7 @@ Out = Annotated[
 
 
 def probe(
+    context: typer.Context,
     model: ModelName,
     tasks: Tasks = None,
     probes: Probes = "",
@@ -71,18 +73,20 @@ def probe(
         from editable_cache.evaluation.probes.study import STUDY, run_probes
         from editable_cache.evaluation.probes.summary import lines
         from editable_cache.evaluation.results import Run
+        from editable_cache.evaluation.tasks import digest
 
         wanted = chosen([name.strip() for name in probes.split(",") if name.strip()])
         if out is not None:
             require_matplotlib()
-        asked = _items(tasks, items, neutral, seed)
+        asked = _items(context, tasks, items, neutral, seed)
         options = ModelOptions(model, adapter, dtype, device, model_revision, trust_remote_code)
         settings = {
             "probes": [each.name for each in wanted],
             "items": [item.key for item in asked],
-            "tasks": None if tasks is None else tasks.name,
+            "digest": digest(asked),
             "any_model": any_model,
             "adapter": adapter,
+            "revision": model_revision,
             "dtype": None if dtype is None else dtype.value,
         }
         run = Run(None if out is None else out / f"{STUDY}.json", study=STUDY, model=model, settings=settings)
@@ -112,12 +116,13 @@ def probe(
         _answer(screen, facts, results, included, found)
 
 
-def _items(tasks: Path | None, count: int, neutral: int, seed: int) -> list[Item]:
+def _items(context: typer.Context, tasks: Path | None, count: int, neutral: int, seed: int) -> list[Item]:
     from editable_cache.evaluation.probes.pairs import RULE_TASKS
     from editable_cache.evaluation.probes.study import OTHER_TASKS, SWEPT, TURNED, items_of, turned
     from editable_cache.evaluation.tasks import read_items
 
     if tasks is not None:
+        require_built_in_only(context, "items", "neutral", "seed")
         own = read_items(tasks).items
         return [*own, *turned(item for item in own if item.task not in RULE_TASKS)]
     names = (SWEPT, TURNED, "trigger", *OTHER_TASKS)

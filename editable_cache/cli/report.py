@@ -25,17 +25,30 @@ def report(results: Given, out: Output = None, as_json: Json = False) -> None:
     """Say what replicated and what did not, with tables, plots and intervals, on one page that needs no network.
 
     Without -o only the verdicts are shown. Exit code 0 if there is a report, 2 if there are no results, or some that
-    are damaged or of another version.
+    are damaged, of another format, or of different versions of the library; or if the page can't be written.
     """
     with command(as_json) as screen:
         from editable_cache.evaluation.report import CLAIMS, document, gather, html, judge
 
+        if out is not None:
+            _require_apart(out, results)
         evidence = gather(results)
         with screen.stage("weighing the evidence"):
             verdicts = judge(CLAIMS, evidence)
             if out is not None:
                 out.write_text(html.page(document(evidence, verdicts)), encoding="utf-8")
         screen.answer(_facts(evidence, verdicts, out), _shown(verdicts, out))
+
+
+def _require_apart(out: Path, results: list[Path]) -> None:
+    """Refuse to write the page over what it is made of, or where nothing can be written."""
+    from editable_cache.errors import ResultsError
+    from editable_cache.evaluation.results import require_writable
+
+    require_writable(out)
+    read = {path.resolve() for given in results for path in ([given] if given.is_file() else given.glob("*.json"))}
+    if out.resolve() in read:
+        raise ResultsError(f"Output {out}: expected another file than the results that are read; name a page (*.html).")
 
 
 def _facts(evidence: Evidence, verdicts: list[Verdict], out: Path | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ which the decision is read. Its cost is the number of tokens that ran through th
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -115,14 +116,14 @@ def arm(name: str) -> Callable[[Case], Edited]:
         TaskError: for an unknown name.
     """
     kind, _, count = name.partition("@")
-    kind, _, wording = kind.partition(":")
-    if wording:
+    kind, colon, wording = kind.partition(":")
+    if colon:
         if kind not in ("erratum", "field+erratum") or wording not in ERRATA or count:
             raise TaskError(f"Arm {name!r}: expected a wording among {sorted(ERRATA)}.")
         return _timed(lambda case: _correct(case, kind, ERRATA[wording]))
-    if kind == "cacheblend" and count.endswith("%") and count[:-1].isdigit():
+    if kind == "cacheblend" and re.fullmatch(r"([1-9]\d?|100)%", count, re.ASCII):
         return _timed(lambda case: _chosen(case, case.order("deviation"), share=int(count[:-1]) / 100))
-    if count and kind in _COUNTED and count.isdigit() and int(count) > 0:
+    if kind in _COUNTED and re.fullmatch(r"[1-9]\d*", count, re.ASCII):
         return _timed(lambda case: _COUNTED[kind](case, int(count)))
     if name == "full":
         return lambda case: Edited(case.exact.fork(), len(case.exact.ledger), case.seconds)
@@ -130,6 +131,11 @@ def arm(name: str) -> Callable[[Case], Edited]:
         return _timed(_PLAIN[kind])
     known = [*_PLAIN, "full", *(f"{counted}@K" for counted in _COUNTED), "cacheblend@P%", "erratum:WORDING"]
     raise TaskError(f"Unknown arm {name!r}; expected one of {', '.join(known)}.")
+
+
+def chooses_tokens(name: str) -> bool:
+    """Whether an arm computes some tokens again and leaves those behind them, which a recurrent state doesn't allow."""
+    return name.partition("@")[0] in (*_COUNTED, "cacheblend", "in_place") or name.startswith("field+erratum")
 
 
 def _timed(act: Act) -> Callable[[Case], Edited]:

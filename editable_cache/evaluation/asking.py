@@ -51,7 +51,7 @@ class Asking:
         tokenizer: its own; a chat template is used where there is one.
 
     Raises:
-        TaskError: if the two answers begin with the same token, so that no single token decides.
+        TaskError: if the two answers begin with the same token, or one has none, so that no single token decides.
     """
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, item: Item) -> None:
@@ -63,7 +63,10 @@ class Asking:
         if item.mode == "direct":
             ids += self._ids(item.prefix)
         self.question_ids = torch.tensor(ids)
-        self.old_id, self.new_id = (self._ids(item.answers[value])[0] for value in (item.old, item.new))
+        first = [self._ids(item.answers[value])[:1] for value in (item.old, item.new)]
+        if not all(first):
+            raise TaskError(f"Item {item.key}: expected answers of at least one token, got {item.answers}.")
+        (self.old_id,), (self.new_id,) = first
         if self.old_id == self.new_id:
             raise TaskError(
                 f"Item {item.key}: expected answers that begin with different tokens, got {item.answers} with the same "

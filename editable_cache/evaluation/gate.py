@@ -104,10 +104,14 @@ def require_gate(gate: Gate, model: str) -> None:
 
 
 def require_items(items: Sequence[Item]) -> None:
-    """Refuse an empty list.
+    """Refuse an empty list, and items of one key.
 
     Raises:
-        TaskError: if there is none.
+        TaskError: if there is none, or one is there twice.
     """
     if not items:
         raise TaskError("Expected at least one item, got none.")
+    keys = [item.key for item in items]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise TaskError(f"Expected items whose keys differ, got {twice!r} twice.")

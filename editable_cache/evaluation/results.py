@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,7 +97,8 @@ class Run:
         study, model, settings: as in ``Results``. A run that goes on must have the same, and the same versions.
 
     Raises:
-        ResultsError: if what lies there comes from another study, model, setting or version.
+        ResultsError: if nothing can be written there, or if what lies there is damaged or comes from another study,
+            model, setting or version.
     """
 
     def __init__(self, path: Path | str | None, *, study: str, model: str, settings: Mapping[str, Any]) -> None:
@@ -111,11 +113,16 @@ class Run:
         self._rows: dict[str, list[Row]] = {}
         self._partial_is_whole = False
         if self._path is not None:
+            require_writable(self._path)
             self._take_up(self._path)
 
     def has(self, key: str) -> bool:
         """Whether the item is finished."""
         return key in self._rows
+
+    def rows_of(self, key: str) -> list[Row]:
+        """What was measured on an item; empty if it is not finished."""
+        return self._rows.get(key, [])
 
     def add(self, key: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep what was measured on one more item, on disk at once; each row gets the key. Numbers must be finite."""
@@ -158,10 +165,10 @@ class Run:
     def _take_up(self, path: Path) -> None:
         partial = _partial(path)
         if partial.is_file():
-            lines = partial.read_text(encoding="utf-8").split("\n")
-            if lines[-1]:  # a killed run left half a line
-                partial.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
-            entries = _parsed(partial, lines[:-1])
+            *lines, rest = partial.read_bytes().split(b"\n")
+            entries = _parsed(partial, lines)
+            if rest:  # a killed run left half a line
+                partial.write_bytes(b"".join(line + b"\n" for line in lines))
             if entries:
                 self._require_same(partial, entries[0])
                 self._rows = {entry["key"]: entry["rows"] for entry in entries[1:]}
@@ -194,11 +201,34 @@ def _partial(path: Path) -> Path:
     return path.with_name(f"{path.stem}.partial.jsonl")
 
 
-def _parsed(path: Path, lines: Sequence[str]) -> list[Any]:
+def _parsed(path: Path, lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The head of a partial file and its entries, each with ``key`` and ``rows``."""
     try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
+        entries = [json.loads(line) for line in lines]
+        for entry in entries[1:]:
+            if not isinstance(entry["key"], str) or not all(isinstance(row, dict) for row in entry["rows"]):
+                raise TypeError(f"key {entry['key']!r}")
+        if entries and not isinstance(entries[0]["settings"], dict):
+            raise TypeError("settings")
+    except (ValueError, TypeError, LookupError) as error:
         raise ResultsError(f"Results {path}: a line is damaged ({error}); delete the file to begin anew.") from error
+    return entries
+
+
+def require_writable(path: Path) -> None:
+    """Refuse a place where nothing can be written, before anything is measured; its folder is made.
+
+    Raises:
+        ResultsError: with the reason.
+    """
+    if path.is_dir():
+        raise ResultsError(f"Output {path}: expected a file to write, got a folder; name a file in it.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ResultsError(f"Output {path}: can't be written ({error.strerror}); name another file.") from error
 
 
 def _processor() -> str:

@@ -11,7 +11,7 @@ import pytest
 from cli_support import answer, json_keys, run
 
 from editable_cache.evaluation.results import load
-from editable_cache.evaluation.tasks import build, write_items
+from editable_cache.evaluation.tasks import build, read_items, write_items
 
 Models = Callable[[str], str]
 
@@ -64,6 +64,34 @@ def test_a_model_below_the_gate_is_refused(models: Models, items: str) -> None:
 def test_bad_requests_are_told_before_a_model_is_loaded(options: tuple[str, ...], message: str) -> None:
     found = answer("eval", "no-such-model-anywhere", *options, code=2)
     assert message in found["error"]
+
+
+def test_options_of_built_in_items_are_not_ignored(models: Models, items: str) -> None:
+    for options in (("--task", "lookup"), ("--items", "1"), ("--neutral", "0"), ("--far",), ("--seed", "1")):
+        found = answer("eval", "no-such-model-anywhere", "--tasks", items, *options, code=2)
+        assert f"{options[0]}: these choose built-in items" in found["error"]
+    found = answer("eval", "no-such-model-anywhere", "--tasks", items, "--mode", "cot", code=2)
+    assert "items.json: expected an item in the mode cot" in found["error"]
+
+
+@pytest.mark.parametrize(("out", "message"), [(".", "got a folder"), ("text/edits.json", "can't be written")])
+def test_an_output_that_can_not_be_written_is_told_first(items: str, tmp_path: Path, out: str, message: str) -> None:
+    (tmp_path / "text").write_text("a file")
+    found = answer("eval", "no-such-model-anywhere", "--tasks", items, "-o", str(tmp_path / out), code=2)
+    assert message in found["error"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["items.json", "text"]
+
+
+def test_a_task_file_that_was_changed_is_not_joined(models: Models, items: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "edits.json")
+    evaluated(models, items, "--any-model", "-o", out)
+    given = read_items(items)
+    write_items(items, given.items, erratum="Now {value}.\n")
+    assert "digest" in evaluated(models, items, "--any-model", "-o", out, code=2)["error"]
+    write_items(items, [replace(item, question=f"{item.question} ") for item in given.items])
+    assert "digest" in evaluated(models, items, "--any-model", "-o", out, code=2)["error"]
+    write_items(items, given.items)
+    evaluated(models, items, "--any-model", "-o", out)
 
 
 def test_a_file_of_both_modes_is_asked_in_one_or_with_arms_that_both_have(models: Models, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from editable_cache.evaluation.arms import ERRATA, FRONTIER, Case, arm
 from editable_cache.evaluation.asking import Asking
 from editable_cache.evaluation.effects import patched_gaps, single_effects
 from editable_cache.evaluation.metrics import cosine, divergence, p_correct, recovery
+from editable_cache.evaluation.results import Run
+from editable_cache.evaluation.studies.frontier import possible, run_frontier
 from editable_cache.evaluation.tasks import Item, Section
 
 ITEM = Item(
@@ -165,6 +167,21 @@ def test_answers_that_begin_alike_and_ranking_behind_a_chain_are_refused() -> No
         arm("selective@2")(chained)
 
 
+def test_an_answer_without_a_token_is_refused() -> None:
+    for said in ("", "   "):
+        with pytest.raises(TaskError, match=r"at least one token|different tokens"):
+            Asking(shared_model("llama"), shared_tokenizer(), replace(ITEM, answers={"pending": said, "shipped": said}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cacheblend@0%", "cacheblend@101%", "cacheblend@07%", "selective@08", "selective@\u0663", "window@0", "erratum:"],
+)
+def test_odd_counts_are_refused(name: str) -> None:
+    with pytest.raises(TaskError, match="expected"):
+        arm(name)
+
+
 def test_measures() -> None:
     assert recovery(1.0, 0.0, 4.0) == 0.25
     assert recovery(1.0, 0.0, 0.5) is None
@@ -174,3 +191,19 @@ def test_measures() -> None:
     assert cosine(logits, 3 * logits) == pytest.approx(1.0)
     assert divergence(logits, logits + 5) == pytest.approx(0.0, abs=1e-12)
     assert divergence(logits, -logits) > 0.5
+
+
+def test_a_recurrent_state_leaves_out_the_arms_that_choose_tokens() -> None:
+    hybrid = shared_model("falcon_h1")
+    arms = ("stale", "in_place", "selective@1", "window@2", "cacheblend@15%", "suffix", "erratum", "full")
+    assert possible(arms, [ITEM], shared_model("llama")) == [*arms]
+    left = possible(arms, [ITEM], hybrid)
+    assert left == ["stale", "suffix", "erratum", "full"]
+    run = Run(None, study="frontier", model="hybrid", settings={})
+    with pytest.raises(TaskError, match="in_place, selective@1, window@2, cacheblend@15%: expected a model"):
+        run_frontier(hybrid, shared_tokenizer(), [ITEM], run, arms=arms, any_model=True)
+    assert not run.results().rows
+    run_frontier(hybrid, shared_tokenizer(), [ITEM], run, arms=left, any_model=True)
+    gaps = {row["arm"]: row["gap"] for row in run.results().rows if row["arm"] in left}
+    assert gaps["suffix"] == pytest.approx(gaps["full"], abs=1e-3)
+    assert gaps["stale"] != pytest.approx(gaps["full"], abs=1e-3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from editable_cache.errors import TaskError
-from editable_cache.evaluation.tasks import DOMAINS, KINDS, Item, answered, build, read_items, write_items
+from editable_cache.evaluation.tasks import DOMAINS, KINDS, Item, Section, answered, build, read_items, write_items
 
 
 @pytest.mark.parametrize("task", KINDS)
@@ -107,9 +107,17 @@ def _changed(item: Item, **changes: Any) -> str:
     [
         ({"mode": "poem"}, "expected a mode"),
         ({"sections": ()}, "the placeholder"),
-        ({"answers": {"a": "b"}}, "an answer for each"),
-        ({"question": ""}, "not empty"),
-        ({"new": ""}, "not empty"),
+        ({"sections": (Section("a", None),)}, "every section as texts"),
+        ({"sections": (Section("a", "{account_role} and {other}"),)}, "and no other"),
+        ({"sections": (Section("a", "{account_role} and {{account_role}} {"),)}, "literal brace"),
+        ({"sections": (Section("a", "{{account_role}}"),)}, "and no other"),
+        ({"sections": (Section("a", "{account_role} {account_role}"),)}, "once in the sections"),
+        ({"answers": {"a": "b"}}, "'answers' a text for each"),
+        ({"answers": {"verified_admin": " ", "suspended_user": "b"}}, "'answers' to be texts that are not empty"),
+        ({"reasoning": {"pending": "a"}}, "'reasoning' a text for each"),
+        ({"question": ""}, "'question' as a text that is not empty"),
+        ({"new": 3}, "'new' as a text that is not empty"),
+        ({"new": "verified_admin"}, "to differ"),
     ],
 )
 def test_an_item_that_is_not_whole_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -127,6 +135,8 @@ def test_an_item_that_is_not_whole_is_named(tmp_path: Path, changes: dict[str, A
         ('{"format": 2, "items": []}', "expected format 1, got 2"),
         ('{"format": 1, "items": []}', "at least one item"),
         ('{"format": 1, "items": [3]}', "item 0"),
+        ('{"format": 1, "items": {"a": 1}}', "in a list under 'items', got dict"),
+        ('{"items": []}', "expected format 1, got no format"),
     ],
 )
 def test_a_file_that_is_no_task_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
@@ -148,3 +158,18 @@ def test_a_missing_file_and_two_items_of_one_key_are_refused(tmp_path: Path) -> 
     with pytest.raises(TaskError, match="an erratum with"):
         read_items(path)
     assert json.loads(path.read_text("utf-8"))["format"] == 1
+
+
+@pytest.mark.parametrize("line", ["It is new.", "{value} of {other}", "{value", "{0} {value}", 3])
+def test_an_erratum_that_can_not_be_filled_is_refused(tmp_path: Path, line: Any) -> None:
+    path = tmp_path / "items.json"
+    write_items(path, build("gated", per_domain=1), erratum=line)
+    with pytest.raises(TaskError, match=r"items\.json: expected an erratum with \{value\}"):
+        read_items(path)
+    write_items(path, build("gated", per_domain=1), erratum="{{now}} {value}")
+    assert read_items(path).erratum == "{{now}} {value}"
+
+
+def test_braces_of_a_value_are_kept() -> None:
+    item = replace(build("gated", per_domain=1)[0], field="a", sections=(Section("s", "{{x}} {a} {{y}}"),))
+    assert item.context("{{v}}") == "{x} {{v}} {y}"

@@ -16,12 +16,13 @@ from editable_cache.evaluation.probes.pairs import flipped
 from editable_cache.evaluation.probes.pictures import draw, maps
 from editable_cache.evaluation.probes.registry import PROBES, chosen
 from editable_cache.evaluation.probes.study import items_of, kinds_of, probes_of, turned
+from editable_cache.evaluation.probes.subject import Subject
 from editable_cache.evaluation.probes.summary import lines, series
 from editable_cache.evaluation.probes.timing import committed, decodable_from, held_out
 from editable_cache.evaluation.probes.tokens import RULE_PARTS, tokens_of
 from editable_cache.evaluation.results import Results
 from editable_cache.evaluation.tasks import build
-from editable_cache.testing.tiny_models import tiny_tokenizer
+from editable_cache.testing.tiny_models import tiny_model, tiny_tokenizer
 
 
 def test_a_turned_rule_differs_in_one_word_and_its_answers_change_places() -> None:
@@ -33,6 +34,18 @@ def test_a_turned_rule_differs_in_one_word_and_its_answers_change_places() -> No
         assert len(different) == 1
         assert {word.strip(".,") for word in different[0]} == {item.old, item.new}
         assert (turned.answers[item.old], turned.answers[item.new]) == (item.answers[item.new], item.answers[item.old])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_lens_reads_streams_of_any_number_type(dtype: torch.dtype) -> None:
+    """Streams are kept in float32, whatever the model computes in."""
+    stream = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    models = (tiny_model("llama"), tiny_model("llama").to(dtype))
+    stream = stream[:, : models[0].config.hidden_size]
+    exact, found = (Subject.of(model, tiny_tokenizer()).lens(stream) for model in models)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, exact, atol=0.05 * float(exact.abs().max()), rtol=0.0)
+    assert not torch.allclose(found, exact.flip(0), atol=0.05 * float(exact.abs().max()), rtol=0.0)
 
 
 def test_two_values_of_a_rule_change_places_and_nothing_else() -> None:

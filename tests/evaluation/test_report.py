@@ -292,5 +292,18 @@ def test_nothing_and_twins_are_refused(tmp_path: Path) -> None:
         gather([tmp_path])
 
 
+def test_number_types_are_models_of_their_own_and_versions_are_not_joined(tmp_path: Path) -> None:
+    """Joined, each item would count twice and every interval would be too narrow."""
+    rows = frontier({"stale": 0.0})
+    for dtype in ("float32", "bfloat16"):
+        write(tmp_path, f"{dtype}.json", results(rows, dtype=dtype))
+    found = gather([tmp_path])
+    assert found.models == ["made up (bfloat16)", "made up (float32)"]
+    assert [len(each.rows) for each in found.of("frontier")] == [len(rows), len(rows)]
+    write(tmp_path, "older.json", results(rows, dtype="float16"), environment={"editable_cache": "0.0.1"})
+    with pytest.raises(ResultsError, match=r"expected one version of the library, got .*0\.0\.1"):
+        gather([tmp_path])
+
+
 def test_statuses_are_those_that_are_shown() -> None:
     assert {each.status for each in judge(CLAIMS, Evidence((results(frontier(RIGHT)),)))} <= set(STATUSES)

@@ -230,6 +230,15 @@ def test_no_results_end_with_two(tmp_path: Path) -> None:
     assert run("report", str(tmp_path / "absent")).exit_code == 2
 
 
+def test_the_page_does_not_replace_what_it_is_made_of(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    before = path.read_bytes()
+    for given in (path, tmp_path):
+        assert "another file than the results" in answer("report", str(given), "-o", str(path), code=2)["error"]
+    assert "got a folder" in answer("report", str(path), "-o", str(tmp_path), code=2)["error"]
+    assert path.read_bytes() == before
+
+
 def load_page() -> ModuleType:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("evidence_page", ROOT / "benchmarks" / "evidence" / "page.py")

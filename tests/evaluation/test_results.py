@@ -71,6 +71,17 @@ def test_half_a_line_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
     assert [row["x"] for row in run_at(path).results().rows] == [1, 3]
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [b"5", b"{}", b"[]", b'{"settings": {}}\n5', b'{"settings": {}}\n{"key": "a", "rows": 5}', b"\xff\xfe"],
+)
+def test_a_damaged_partial_file_is_named(tmp_path: Path, lines: bytes) -> None:
+    (tmp_path / "r.partial.jsonl").write_bytes(lines + b"\n")
+    with pytest.raises(ResultsError, match=r"r\.partial\.jsonl: a line is damaged .* delete the file"):
+        run_at(tmp_path / "r.json")
+    assert (tmp_path / "r.partial.jsonl").read_bytes() == lines + b"\n"
+
+
 def test_a_killed_first_line_is_as_if_nothing_was_there(tmp_path: Path) -> None:
     (tmp_path / "r.partial.jsonl").write_text('{"format": 1, "stu', "utf-8")
     run = run_at(tmp_path / "r.json")

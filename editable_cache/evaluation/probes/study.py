@@ -142,12 +142,16 @@ def run_probes(
                 _probe(situations, run, probes_of(task, probes, tasks), progress)
     if not any((each.passed or any_model) and each.included >= LEAST_ITEMS for each in found):
         reached = "; ".join(
-            f"{each.task}: accuracy {each.accuracy:.2f}, {each.included} of {each.items} items" for each in found
+            f"{each.task}: accuracy {each.accuracy:.2f}, {each.included} of {each.items} items"
+            + "".join(f", {count} left out ({reason})" for reason, count in each.left_out.items())
+            for each in found
         )
+        advice = "" if any_model else ", or probe anyway with any_model=True (--any-model)"
+        gate = "" if any_model else f"an accuracy of at least {LEAST} in full prefills and "
         raise TaskError(
-            f"{model_name}: expected an accuracy of at least {LEAST} in full prefills and {LEAST_ITEMS} items decided "
-            f"right on some task, got {reached}. Where a model keeps notes of decisions that it does not take can't be "
-            "told; take another model or other items, or probe anyway with any_model=True (--any-model)."
+            f"{model_name}: expected {gate}{LEAST_ITEMS} items decided right on some task, got {reached}. Where a "
+            "model keeps notes of decisions that it does not take can't be told; take another model or other items"
+            f"{advice}."
         )
     return found
 

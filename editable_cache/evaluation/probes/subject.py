@@ -91,9 +91,10 @@ class Subject:
                 "through the vocabulary; leave the probe 'timing' out."
             )
         model: Any = self.model
+        head = model.get_output_embeddings()
         with torch.no_grad():
-            found: Tensor = model.get_output_embeddings()(self.norm(stream))
-        return found.float()
+            found: Tensor = head(self.norm(stream.to(head.weight)))
+        return found.float().cpu()
 
 
 @contextmanager

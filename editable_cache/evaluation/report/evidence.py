@@ -11,6 +11,9 @@ from pathlib import Path
 from editable_cache.errors import ResultsError
 from editable_cache.evaluation.results import Results, load
 
+VARIANTS = ("dtype", "adapter", "revision")
+"""Settings that make another model of the same name."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -65,8 +68,29 @@ def gather(paths: Sequence[Path | str]) -> Evidence:
                 "expected each once. Leave one out."
             )
         others.append((file, found))
-    ordered = (found for key in sorted(held) for _, found in held[key])
+    ordered = (found for key in sorted(held) for found in _told_apart(held[key]))
     return Evidence(tuple(ordered))
+
+
+def _told_apart(held: Sequence[tuple[Path, Results]]) -> list[Results]:
+    """Results of one study and model: where adapter or number type differ they are of different models.
+
+    Raises:
+        ResultsError: if they are of different versions of the library.
+    """
+    versions = {found.environment.get("editable_cache"): path for path, found in held}
+    if len(versions) > 1:
+        raise ResultsError(
+            f"Results {', '.join(map(str, versions.values()))}: expected one version of the library, got "
+            f"{', '.join(map(str, versions))}; leave one out, or measure again."
+        )
+    names = [name for name in VARIANTS if len({str(found.settings.get(name)) for _, found in held}) > 1]
+    if not names:
+        return [found for _, found in held]
+    return [
+        replace(found, model=f"{found.model} ({', '.join(str(found.settings.get(name)) for name in names)})")
+        for _, found in held
+    ]
 
 
 def _require_rows(file: Path, found: Results) -> None:

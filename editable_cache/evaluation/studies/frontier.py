@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from editable_cache.errors import TaskError
-from editable_cache.evaluation.arms import FRONTIER, Case, arm
+from editable_cache.editable import EditableCache
+from editable_cache.errors import ResultsError, TaskError
+from editable_cache.evaluation.arms import FRONTIER, Case, arm, chooses_tokens
 from editable_cache.evaluation.asking import Asking
 from editable_cache.evaluation.gate import Gate, add_gate, gate_of, measure_gate, require_gate, require_items
 from editable_cache.evaluation.metrics import cosine, divergence, p_correct, recovery
@@ -44,17 +45,20 @@ def run_frontier(
         any_model: measure a model below the inclusion gate too.
 
     Raises:
-        TaskError: for no item, an unknown arm, arms that rank tokens by their effect for items with a chain of
-            thought, or a model below the gate.
+        TaskError: for no item or one that is there twice, no arm, an unknown one, arms that these items or this model
+            don't allow (``require_possible``), or a model below the gate.
+        ResultsError: if ``run`` holds an item, but not all of these arms.
     """
     require_items(items)
-    require_direct(items, arms)
+    _require_arms(arms)
+    require_possible(arms, items, model)
     acts = {name: arm(name) for name in arms}
     if not any_model:
         require_gate(measure_gate(model, tokenizer, items, run, erratum=erratum), model_name)
     for item in tqdm(items, desc=f"{model_name}, frontier", unit="item"):
         key = f"{label}/{item.key}" if label else item.key
         if run.has(key) and run.has(f"gate/{item.key}"):
+            _require_measured(run, key, arms)
             continue
         with torch.no_grad():
             case = Case.of(Asking(model, tokenizer, item), erratum=erratum)
@@ -63,28 +67,56 @@ def run_frontier(
     return gate_of(run, items)
 
 
-def usual_arms(items: Sequence[Item]) -> list[str]:
-    """The arms of the frontier that can be put to all of these items."""
-    return [name for name in FRONTIER if not (_ranks(name) and any(item.mode == "cot" for item in items))]
+def _require_arms(arms: Sequence[str]) -> None:
+    if not arms or len(set(arms)) != len(arms):
+        raise TaskError(f"Arms: expected at least one, and each once, got {', '.join(arms) or 'none'}.")
 
 
-def require_direct(items: Sequence[Item], arms: Sequence[str]) -> None:
-    """Refuse arms that rank tokens by their effect on the deciding token, where an item has none before its chain.
-
-    Raises:
-        TaskError: with the arms and an item.
-    """
-    ranked, chained = [*filter(_ranks, arms)], [item.key for item in items if item.mode == "cot"]
-    if ranked and chained:
-        raise TaskError(
-            f"Arms {', '.join(ranked)}: expected items in direct mode, whose deciding token ranks the others, got "
-            f"{len(chained)} with a chain of thought, such as {chained[0]}; leave out these arms or these items "
-            "(--mode direct)."
+def _require_measured(run: Run, key: str, arms: Sequence[str]) -> None:
+    held = [row.get("arm") for row in run.rows_of(key)]
+    if sorted(map(str, held)) != sorted(arms):
+        raise ResultsError(
+            f"Results hold {key} with the arms {', '.join(map(str, held))}, expected {', '.join(arms)}; write to "
+            "another file, or ask for the same arms."
         )
 
 
-def _ranks(name: str) -> bool:
-    return name.startswith("selective@")
+def possible(arms: Sequence[str], items: Sequence[Item], model: nn.Module | None = None) -> list[str]:
+    """Those of the arms that can be put to all of these items and to the model: see ``require_possible``."""
+    left_out = {name for some, _ in _impossible(arms, items, model) for name in some}
+    return [name for name in arms if name not in left_out]
+
+
+def require_possible(arms: Sequence[str], items: Sequence[Item], model: nn.Module | None = None) -> None:
+    """Refuse arms that rank tokens by their effect on the deciding token, where an item has none before its chain, and
+    arms that compute some tokens and leave those behind them, where a model's layers hold a recurrent state: an edit
+    there computes everything from the field on, as ``suffix`` does.
+
+    Raises:
+        TaskError: with the arms, why, and what to do.
+    """
+    for some, why in _impossible(arms, items, model):
+        raise TaskError(f"Arms {', '.join(some)}: {why}")
+
+
+def _impossible(arms: Sequence[str], items: Sequence[Item], model: nn.Module | None) -> Iterator[tuple[list[str], str]]:
+    ranked = [name for name in arms if name.startswith("selective@")]
+    chained = [item.key for item in items if item.mode == "cot"]
+    if ranked and chained:
+        yield (
+            ranked,
+            "expected items in direct mode, whose deciding token ranks the others, got "
+            f"{len(chained)} with a chain of thought, such as {chained[0]}; leave out these arms or these items "
+            "(--mode direct).",
+        )
+    states = [] if model is None else EditableCache(model).state_layers
+    choosing = [*filter(chooses_tokens, arms)]
+    if choosing and states:
+        yield (
+            choosing,
+            f"expected a model whose layers all keep cells per token, got {len(states)} layers with a recurrent state, "
+            "which stands for all tokens, so that an edit computes all behind it (suffix); leave out these arms.",
+        )
 
 
 def _row(case: Case, name: str, act: Any) -> Row:

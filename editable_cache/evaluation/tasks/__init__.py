@@ -1,6 +1,7 @@
 """Decisions whose right answer turns with one field of the context."""
 
 from editable_cache.evaluation.tasks.build import build
+from editable_cache.evaluation.tasks.digest import digest
 from editable_cache.evaluation.tasks.domains import DOMAINS, Domain, call
 from editable_cache.evaluation.tasks.file import ItemFile, read_items, write_items
 from editable_cache.evaluation.tasks.item import Call, Item, Mode, Section, answered
@@ -22,6 +23,7 @@ __all__ = [
     "answered",
     "build",
     "call",
+    "digest",
     "read_items",
     "write_items",
 ]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from editable_cache.errors import TaskError
+from editable_cache.errors import FieldError, TaskError
 from editable_cache.evaluation.tasks.item import Item, Mode, Section
+from editable_cache.forward.text import parse_template
 
 FORMAT = 1
 
@@ -38,7 +40,7 @@ def read_items(path: Path | str) -> ItemFile:
 
     Raises:
         TaskError: if it is missing, empty, not of this format, or an item is not whole: without exactly one
-            placeholder, with a value that has no answer, or with answers that begin alike.
+            placeholder, with another one or a single brace, with a value that has no answer.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -47,39 +49,73 @@ def read_items(path: Path | str) -> ItemFile:
     except ValueError as error:
         raise TaskError(f"Task file {path}: expected JSON, got something else ({error}).") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        found = content.get("format", "no format") if isinstance(content, dict) else type(content).__name__
         raise TaskError(f"Task file {path}: expected format {FORMAT}, got {found}.")
     entries = content.get("items")
     if not isinstance(entries, list) or not entries:
-        raise TaskError(f"Task file {path}: expected at least one item under 'items', got none.")
-    items = tuple(_item(path, number, entry) for number, entry in enumerate(entries))
+        found = "none" if not entries else type(entries).__name__
+        raise TaskError(f"Task file {path}: expected at least one item in a list under 'items', got {found}.")
+    items = tuple(_item(f"Task file {path}, item {number}", entry) for number, entry in enumerate(entries))
     keys = [item.key for item in items]
     if len(set(keys)) != len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
         raise TaskError(f"Task file {path}: expected keys that differ, got {twice!r} twice.")
     erratum = content.get("erratum")
-    if erratum is not None and (not isinstance(erratum, str) or "{value}" not in erratum):
-        raise TaskError(f"Task file {path}: expected an erratum with {{value}}, got {erratum!r}.")
+    if erratum is not None:
+        _require_erratum(path, erratum)
     return ItemFile(items, erratum)
 
 
-def _item(path: Path | str, number: int, entry: Any) -> Item:
-    where = f"Task file {path}, item {number}"
+def _require_erratum(path: Path | str, erratum: Any) -> None:
+    try:
+        named = {name for _, name, _, _ in string.Formatter().parse(erratum) if name is not None}
+    except (TypeError, ValueError):
+        named = set()
+    if "value" not in named or not named <= {"name", "value"}:
+        raise TaskError(
+            f"Task file {path}: expected an erratum with {{value}}, and if it likes {{name}}, got {erratum!r}; write a "
+            "literal brace twice."
+        )
+
+
+def _item(where: str, entry: Any) -> Item:
     names = {field.name for field in fields(Item)}
     if not isinstance(entry, dict) or set(entry) != names:
         given = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
         raise TaskError(f"{where}: expected the entries {sorted(names)}, got {given}.")
+    for name in ("key", "task", "domain", "field", "old", "new", "question", "prefix"):
+        if not _is_text(entry[name]):
+            raise TaskError(f"{where}: expected {name!r} as a text that is not empty, got {entry[name]!r}.")
+    if entry["mode"] not in get_args(Mode):
+        raise TaskError(f"{where}: expected a mode among {list(get_args(Mode))}, got {entry['mode']!r}.")
+    if entry["old"] == entry["new"]:
+        raise TaskError(f"{where}: expected 'old' and 'new' to differ, got {entry['old']!r} twice.")
+    values = {entry["old"], entry["new"]}
+    for name, empty in (("answers", False), ("reasoning", True)):
+        said = entry[name]
+        if not isinstance(said, dict) or set(said) != values:
+            raise TaskError(f"{where}: expected in {name!r} a text for each of {sorted(values)}, got {said}.")
+        if not all(isinstance(text, str) if empty else _is_text(text) for text in said.values()):
+            raise TaskError(
+                f"{where}: expected {name!r} to be texts{'' if empty else ' that are not empty'}, got {said}."
+            )
     try:
-        item = Item(**{**entry, "sections": tuple(Section(**section) for section in entry["sections"])})
+        sections = tuple(Section(**section) for section in entry["sections"])
     except TypeError as error:
         raise TaskError(f"{where}: expected sections of name and text ({error}).") from error
-    texts = (item.key, item.task, item.domain, item.field, item.old, item.new, item.question, item.prefix)
-    if not all(isinstance(text, str) and text for text in texts):
-        raise TaskError(f"{where}: expected texts that are not empty, got {[*texts]}.")
-    if item.mode not in get_args(Mode):
-        raise TaskError(f"{where}: expected a mode among {list(get_args(Mode))}, got {item.mode!r}.")
-    if item.template().count("{" + item.field + "}") != 1:
+    if not all(isinstance(text, str) for section in sections for text in (section.name, section.text)):
+        raise TaskError(f"{where}: expected name and text of every section as texts, got {entry['sections']}.")
+    item = Item(**{**entry, "sections": sections})
+    try:
+        pieces = parse_template(item.template(), {item.field: item.old})
+    except FieldError as error:
+        raise TaskError(
+            f"{where}: expected the placeholder {{{item.field}}} in the sections and no other ({error})"
+        ) from error
+    if sum(name is not None for _, name in pieces) != 1:
         raise TaskError(f"{where}: expected the placeholder {{{item.field}}} once in the sections.")
-    if set(item.answers) != {item.old, item.new} or item.old == item.new:
-        raise TaskError(f"{where}: expected an answer for each of two values, got {item.answers}.")
     return item
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())

@@ -86,7 +86,8 @@ class Item:
 
 def filled(template: str, field: str, value: str) -> str:
     """A template with the value in place and its doubled braces single."""
-    return template.replace("{" + field + "}", value).replace("{{", "{").replace("}}", "}")
+    around = template.split("{" + field + "}")
+    return value.join(text.replace("{{", "{").replace("}}", "}") for text in around)
 
 
 def answered(item: Item, text: str) -> str | None:
