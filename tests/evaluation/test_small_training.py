@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RULE = re.compile(r"^(?:rule|must|the \w+ decides).*$", re.MULTILINE)
@@ -24,6 +25,24 @@ def mini() -> Iterator[ModuleType]:
     sys.path.insert(0, str(BENCHMARKS))
     yield importlib.import_module("training.mini")
     sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize(("name", "least"), [("small-llama", 0.7), ("small-qwen3", 0.4), ("small-gemma3", 0.4)])
+def test_heads_begin_by_looking_back_and_by_matching(mini: ModuleType, name: str, least: float) -> None:
+    """The first layer's heads see the token 1, 2, 3 places back; the next layer's first one what followed a word."""
+    small = importlib.import_module("training.small")
+    settings, tokenizer = small.MODELS[name], mini.tokenizer()
+    model = small.build(settings.model_type, settings.config, tokenizer, settings.seed)
+    model.set_attn_implementation("eager")
+    ids = tokenizer("gold means send(). basic means hold(). gold means", return_tensors="pt").input_ids
+    with torch.no_grad():
+        first, second, *_ = model(ids, output_attentions=True).attentions
+    last = ids.shape[1] - 1
+    for back in (1, 2, 3):
+        assert float(first[0, back, last, last - back]) > least
+        assert float(first[0, 0, last, last - back]) < least  # head 0 looks at no place in particular
+    words = tokenizer.convert_ids_to_tokens(ids[0].tolist())
+    assert int(second[0, 0, last].argmax()) == words.index("send")
 
 
 def assignments(mini: ModuleType, text: str) -> set[tuple[str, str, str]]:
