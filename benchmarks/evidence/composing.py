@@ -67,7 +67,7 @@ def items_of(model: str, part: Part, scale: int, quick: bool) -> list[Item]:
     path = models.MODELS / model / "items.json"
     if path.is_file():
         kept = [item for item in read_items(path).items if item.mode == part.mode and item.task == part.task]
-        return kept[: 4 if quick else OWN_ITEMS]
+        return models.spread(kept, 4 if quick else OWN_ITEMS)
     count = (part.brief if model in FIDELITY else part.per_domain) * scale
     if not count or (quick and part.mode == "cot"):
         return []

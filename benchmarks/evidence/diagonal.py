@@ -40,7 +40,7 @@ def main() -> None:
     if path.is_file():
         own = read_items(path)
         erratum = own.erratum
-        items = [item for item in own.items if item.mode == "direct" and item.task == "gated"][:OWN_ITEMS]
+        items = models.spread((item for item in own.items if item.mode == "direct"), OWN_ITEMS)
     else:
         items = build("gated", per_domain=given.per_domain, neutral=1 if given.quick else NEUTRAL)
     settings = {"arms": ARMS, "seam": 1, "neutral": None if path.is_file() else NEUTRAL, "dtype": "float32"}

@@ -30,7 +30,7 @@ def main() -> None:
     if path.is_file():
         own = read_items(path)
         erratum, exchange = own.erratum, SMALL_EXCHANGE
-        items = [item for item in own.items if item.mode == "direct" and item.task == "gated"][:OWN_ITEMS]
+        items = models.spread((item for item in own.items if item.mode == "direct"), OWN_ITEMS)
     else:
         per_domain = -(-given.items // len(DOMAINS))
         items = build("gated", per_domain=per_domain, neutral=1 if given.quick else NEUTRAL)

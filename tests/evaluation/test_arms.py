@@ -95,6 +95,11 @@ def test_an_appended_line_equals_a_prefill_of_the_text_with_it() -> None:
     assert gap("erratum:bare") != pytest.approx(plain, abs=1e-4)
 
 
+def test_doubled_braces_of_a_wording_are_single_in_the_cache() -> None:
+    found = arm("erratum")(replace(case(), erratum="{{{name}}} is {value}.\n"))
+    assert "{status} is shipped." in case().asking.tokenizer.decode(found.cache.token_ids[0])
+
+
 def test_the_hoisted_prompt_equals_its_own_prefill() -> None:
     found = arm("hoist")(case())
     text = case().asking.tokenizer.decode(found.cache.token_ids[0])
@@ -169,13 +174,29 @@ def test_answers_that_begin_alike_and_ranking_behind_a_chain_are_refused() -> No
 
 def test_an_answer_without_a_token_is_refused() -> None:
     for said in ("", "   "):
-        with pytest.raises(TaskError, match=r"at least one token|different tokens"):
-            Asking(shared_model("llama"), shared_tokenizer(), replace(ITEM, answers={"pending": said, "shipped": said}))
+        with pytest.raises(TaskError, match="at least one token that are not blank"):
+            Asking(shared_model("llama"), shared_tokenizer(), replace(ITEM, answers={**ITEM.answers, "shipped": said}))
+
+
+def test_a_line_that_only_names_the_field_in_braces_is_not_hoisted() -> None:
+    told = replace(ITEM, sections=(Section("note", "Say {{status}}.\n"), *ITEM.sections))
+    found = arm("hoist")(Case.of(Asking(shared_model("llama"), shared_tokenizer(), told)))
+    text = found.cache.tokenizer.decode(found.cache.token_ids[0])
+    assert text.index("{status}") < text.index("Be brief.") < text.index("status: shipped")
 
 
 @pytest.mark.parametrize(
     "name",
-    ["cacheblend@0%", "cacheblend@101%", "cacheblend@07%", "selective@08", "selective@\u0663", "window@0", "erratum:"],
+    [
+        "cacheblend@0%",
+        "cacheblend@101%",
+        "cacheblend@07%",
+        "selective@08",
+        "selective@\u0663",
+        "window@0",
+        "erratum:",
+        "stale@",
+    ],
 )
 def test_odd_counts_are_refused(name: str) -> None:
     with pytest.raises(TaskError, match="expected"):

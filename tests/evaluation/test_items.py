@@ -107,11 +107,18 @@ def _changed(item: Item, **changes: Any) -> str:
     [
         ({"mode": "poem"}, "expected a mode"),
         ({"sections": ()}, "the placeholder"),
-        ({"sections": (Section("a", None),)}, "every section as texts"),
-        ({"sections": (Section("a", "{account_role} and {other}"),)}, "and no other"),
-        ({"sections": (Section("a", "{account_role} and {{account_role}} {"),)}, "literal brace"),
-        ({"sections": (Section("a", "{{account_role}}"),)}, "and no other"),
-        ({"sections": (Section("a", "{account_role} {account_role}"),)}, "once in the sections"),
+        ({"sections": (Section("a", None),)}, "section 0 with 'name' and 'text' as texts"),
+        ({"sections": (Section(None, "{account_role}"),)}, "section 0 with 'name' and 'text' as texts"),
+        ({"sections": (Section("a", "{account_role:}"),)}, "without a format"),
+        ({"sections": (Section("a", "{account_role!r}"),)}, "question, prefix and answers are taken as they are"),
+        ({"sections": (Section("a", "{account role}"),), "field": "account role"}, "'field' as a name of letters"),
+        ({"sections": (Section("a", "{account_role} and {other}"),)}, "and no other, got "),
+        (
+            {"sections": (Section("a", "{account_role} and {{account_role}} {"),)},
+            "got Single|got expected.*literal brace",
+        ),
+        ({"sections": (Section("a", "{{account_role}}"),)}, "and no other, got "),
+        ({"sections": (Section("a", "{account_role} {account_role}"),)}, "got {account_role}, {account_role}"),
         ({"answers": {"a": "b"}}, "'answers' a text for each"),
         ({"answers": {"verified_admin": " ", "suspended_user": "b"}}, "'answers' to be texts that are not empty"),
         ({"reasoning": {"pending": "a"}}, "'reasoning' a text for each"),
@@ -136,6 +143,8 @@ def test_an_item_that_is_not_whole_is_named(tmp_path: Path, changes: dict[str, A
         ('{"format": 1, "items": []}', "at least one item"),
         ('{"format": 1, "items": [3]}', "item 0"),
         ('{"format": 1, "items": {"a": 1}}', "in a list under 'items', got dict"),
+        ('{"format": 1, "items": {}}', "in a list under 'items', got dict"),
+        ('{"format": 1}', "in a list under 'items', got none"),
         ('{"items": []}', "expected format 1, got no format"),
     ],
 )
@@ -160,7 +169,9 @@ def test_a_missing_file_and_two_items_of_one_key_are_refused(tmp_path: Path) -> 
     assert json.loads(path.read_text("utf-8"))["format"] == 1
 
 
-@pytest.mark.parametrize("line", ["It is new.", "{value} of {other}", "{value", "{0} {value}", 3])
+@pytest.mark.parametrize(
+    "line", ["It is new.", "{value} of {other}", "{value", "{0} {value}", "{value:{other}}", "{value!x}", 3]
+)
 def test_an_erratum_that_can_not_be_filled_is_refused(tmp_path: Path, line: Any) -> None:
     path = tmp_path / "items.json"
     write_items(path, build("gated", per_domain=1), erratum=line)
@@ -173,3 +184,21 @@ def test_an_erratum_that_can_not_be_filled_is_refused(tmp_path: Path, line: Any)
 def test_braces_of_a_value_are_kept() -> None:
     item = replace(build("gated", per_domain=1)[0], field="a", sections=(Section("s", "{{x}} {a} {{y}}"),))
     assert item.context("{{v}}") == "{x} {{v}} {y}"
+    told = replace(item, sections=(Section("s", "{{a}} is not {a}, nor {{{a}}}"),))
+    assert told.context("v") == "{a} is not v, nor {v}"
+
+
+@pytest.mark.parametrize("sections", [None, {}, "text", [3], [{"name": "a"}]])
+def test_sections_that_are_none_are_refused(tmp_path: Path, sections: Any) -> None:
+    path = tmp_path / "items.json"
+    write_items(path, build("gated", per_domain=1)[:1])
+    content = json.loads(path.read_text("utf-8"))
+    content["items"][0]["sections"] = sections
+    path.write_text(json.dumps(content), "utf-8")
+    with pytest.raises(TaskError, match=r"item 0: expected ('sections' as a list|section 0 with)"):
+        read_items(path)
+
+
+def test_a_prefix_may_be_a_line_break(tmp_path: Path) -> None:
+    item = replace(build("gated", per_domain=1)[0], prefix="\n")
+    assert read_items(_changed(item, folder=tmp_path)).items == (item,)
