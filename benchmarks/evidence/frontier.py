@@ -70,12 +70,12 @@ def items_of(model: str, part: Part, quick: bool) -> tuple[list[Item], str | Non
         for task in part.tasks
         for item in build(task, per_domain=count, mode=part.mode, neutral=part.neutral, far=part.far)
     ]
-    return (found[:2] if quick else found), None
+    return (found[:1] if quick else found), None
 
 
 def main() -> None:
     """The command."""
-    arguments = commands.parser(__doc__, "two items of each set")
+    arguments = commands.parser(__doc__, "one item of each set")
     arguments.add_argument("--sets", default="", help="some of the sets, by name, with commas")
     given = arguments.parse_args()
     commands.begin(given.threads)
