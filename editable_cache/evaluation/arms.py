@@ -127,8 +127,8 @@ def arm(name: str) -> Callable[[Case], Edited]:
         return _timed(lambda case: _COUNTED[kind](case, int(count)))
     if name == "full":
         return lambda case: Edited(case.exact.fork(), len(case.exact.ledger), case.seconds)
-    if not count and kind in _PLAIN:
-        return _timed(_PLAIN[kind])
+    if name in _PLAIN:
+        return _timed(_PLAIN[name])
     known = [*_PLAIN, "full", *(f"{counted}@K" for counted in _COUNTED), "cacheblend@P%", "erratum:WORDING"]
     raise TaskError(f"Unknown arm {name!r}; expected one of {', '.join(known)}.")
 
@@ -166,6 +166,7 @@ def _correct(case: Case, method: str, template: str) -> tuple[EditableCache, int
     """The line goes behind the context and before the question, which is read again."""
     fork = case.asking.unasked(case.asked)
     name, value = case.asking.item.field, case.asking.item.new
+    template = template.replace("{{", "{").replace("}}", "}")  # an edit takes other braces as they are
     if method == "erratum":
         outcome = fork.edit(name, value, method="erratum", template=template)
     else:
@@ -179,7 +180,7 @@ def _hoist(case: Case) -> tuple[EditableCache, int]:
     item, cache = case.asking.item, EditableCache(case.asking.model, tokenizer=case.asking.tokenizer)
     holder = "{" + item.field + "}"
     lines = case.asking.template.splitlines(keepends=True)
-    line = next((text for text in lines if holder in text), "")
+    line = next((text for text in lines if holder in text.replace("{{", "")), "")
     rest = "".join(text for text in lines if text is not line)
     cache.append(rest, name=CONTEXT, fields={})
     static = len(cache.ledger)

@@ -64,8 +64,11 @@ class Asking:
             ids += self._ids(item.prefix)
         self.question_ids = torch.tensor(ids)
         first = [self._ids(item.answers[value])[:1] for value in (item.old, item.new)]
-        if not all(first):
-            raise TaskError(f"Item {item.key}: expected answers of at least one token, got {item.answers}.")
+        if not all(first) or not all(text.strip() for text in item.answers.values()):
+            raise TaskError(
+                f"Item {item.key}: expected answers of at least one token that are not blank, got {item.answers}; "
+                "write what follows the prefix."
+            )
         (self.old_id,), (self.new_id,) = first
         if self.old_id == self.new_id:
             raise TaskError(

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from editable_cache.errors import FieldError, TaskError
+from editable_cache.errors import TaskError
 from editable_cache.evaluation.tasks.item import Item, Mode, Section
-from editable_cache.forward.text import parse_template
 
 FORMAT = 1
 
@@ -53,7 +52,7 @@ def read_items(path: Path | str) -> ItemFile:
         raise TaskError(f"Task file {path}: expected format {FORMAT}, got {found}.")
     entries = content.get("items")
     if not isinstance(entries, list) or not entries:
-        found = "none" if not entries else type(entries).__name__
+        found = type(entries).__name__ if "items" in content and not isinstance(entries, list) else "none"
         raise TaskError(f"Task file {path}: expected at least one item in a list under 'items', got {found}.")
     items = tuple(_item(f"Task file {path}, item {number}", entry) for number, entry in enumerate(entries))
     keys = [item.key for item in items]
@@ -68,10 +67,10 @@ def read_items(path: Path | str) -> ItemFile:
 
 def _require_erratum(path: Path | str, erratum: Any) -> None:
     try:
-        named = {name for _, name, _, _ in string.Formatter().parse(erratum) if name is not None}
+        named = {piece[1:] for piece in string.Formatter().parse(erratum) if piece[1] is not None}
     except (TypeError, ValueError):
         named = set()
-    if "value" not in named or not named <= {"name", "value"}:
+    if ("value", "", None) not in named or not named <= {("name", "", None), ("value", "", None)}:
         raise TaskError(
             f"Task file {path}: expected an erratum with {{value}}, and if it likes {{name}}, got {erratum!r}; write a "
             "literal brace twice."
@@ -84,8 +83,13 @@ def _item(where: str, entry: Any) -> Item:
         given = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
         raise TaskError(f"{where}: expected the entries {sorted(names)}, got {given}.")
     for name in ("key", "task", "domain", "field", "old", "new", "question", "prefix"):
-        if not _is_text(entry[name]):
+        if not isinstance(entry[name], str) or not entry[name]:
             raise TaskError(f"{where}: expected {name!r} as a text that is not empty, got {entry[name]!r}.")
+    if not entry["field"].isidentifier():
+        raise TaskError(
+            f"{where}: expected 'field' as a name of letters, digits and underscores that begins with no digit, got "
+            f"{entry['field']!r}."
+        )
     if entry["mode"] not in get_args(Mode):
         raise TaskError(f"{where}: expected a mode among {list(get_args(Mode))}, got {entry['mode']!r}.")
     if entry["old"] == entry["new"]:
@@ -95,27 +99,37 @@ def _item(where: str, entry: Any) -> Item:
         said = entry[name]
         if not isinstance(said, dict) or set(said) != values:
             raise TaskError(f"{where}: expected in {name!r} a text for each of {sorted(values)}, got {said}.")
-        if not all(isinstance(text, str) if empty else _is_text(text) for text in said.values()):
+        if not all(isinstance(text, str) and (empty or text.strip()) for text in said.values()):
             raise TaskError(
                 f"{where}: expected {name!r} to be texts{'' if empty else ' that are not empty'}, got {said}."
             )
-    try:
-        sections = tuple(Section(**section) for section in entry["sections"])
-    except TypeError as error:
-        raise TaskError(f"{where}: expected sections of name and text ({error}).") from error
-    if not all(isinstance(text, str) for section in sections for text in (section.name, section.text)):
-        raise TaskError(f"{where}: expected name and text of every section as texts, got {entry['sections']}.")
-    item = Item(**{**entry, "sections": sections})
-    try:
-        pieces = parse_template(item.template(), {item.field: item.old})
-    except FieldError as error:
-        raise TaskError(
-            f"{where}: expected the placeholder {{{item.field}}} in the sections and no other ({error})"
-        ) from error
-    if sum(name is not None for _, name in pieces) != 1:
-        raise TaskError(f"{where}: expected the placeholder {{{item.field}}} once in the sections.")
+    if not isinstance(entry["sections"], list):
+        raise TaskError(f"{where}: expected 'sections' as a list, got {type(entry['sections']).__name__}.")
+    for number, section in enumerate(entry["sections"]):
+        if not isinstance(section, dict) or {*section} != {"name", "text"} or not _are_texts(section.values()):
+            raise TaskError(f"{where}: expected section {number} with 'name' and 'text' as texts, got {section!r}.")
+    item = Item(**{**entry, "sections": tuple(Section(**section) for section in entry["sections"])})
+    _require_placeholder(where, item)
     return item
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+def _require_placeholder(where: str, item: Item) -> None:
+    template, holder = item.template(), f"{{{item.field}}}"
+    try:
+        found = [
+            f"{{{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}}}"
+            for _, name, form, conversion in string.Formatter().parse(template)
+            if name is not None
+        ]
+    except ValueError as error:
+        found = [str(error)]
+    if found != [holder] or holder not in template.replace("{{", ""):
+        raise TaskError(
+            f"{where}: expected the placeholder {holder} once in the sections, without a format, and no other, got "
+            f"{', '.join(found) or 'none'}. In sections write a literal brace twice; question, prefix and answers are "
+            "taken as they are."
+        )
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)

@@ -86,8 +86,8 @@ class Item:
 
 def filled(template: str, field: str, value: str) -> str:
     """A template with the value in place and its doubled braces single."""
-    around = template.split("{" + field + "}")
-    return value.join(text.replace("{{", "{").replace("}}", "}") for text in around)
+    stands_for = {"{{": "{", "}}": "}", "{" + field + "}": value}
+    return re.sub("|".join(map(re.escape, stands_for)), lambda found: stands_for[found[0]], template)
 
 
 def answered(item: Item, text: str) -> str | None:
