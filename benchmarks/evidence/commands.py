@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from editable_cache.evaluation.results import Run
+from editable_cache.evaluation.tasks import Item
 from evidence import models
 
 RESULTS = Path(__file__).parents[1] / "results" / "evidence"
@@ -36,3 +37,8 @@ def run_of(study: str, model: str, settings: Mapping[str, Any], quick: bool) -> 
     """The run that ends in ``results/evidence/STUDY-MODEL.json``; of a quick one nothing is kept."""
     path = None if quick else RESULTS / f"{study}-{model}.json"
     return Run(path, study=study, model=model, settings=settings)
+
+
+def in_turn(items: Sequence[Item], count: int) -> list[Item]:
+    """At most so many items, the first of each domain, then the second: with a larger count the same and more."""
+    return sorted(items, key=lambda item: int(item.key.rsplit("/", 1)[1]))[:count]

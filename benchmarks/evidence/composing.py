@@ -2,9 +2,9 @@
 
     cd benchmarks && ../.venv/bin/python -m evidence.composing MODEL [--quick] [--threads N] [--scale N] [--sets A,B]
 
-Contents (rule, fact, tools) at four points of the context with seams of 0, 1, 4 and 16 tokens and without rotation;
-two and four skills; a memory split in two; the same with a chain of thought and with JSON function calls. Writes
-``results/evidence/composing-MODEL.json``.
+Contents (rule, fact, tools) at five points of the context, before the field and behind it, with seams of 0, 1, 4 and 16
+tokens and without rotation; two and four skills; a memory split in two; the same with a chain of thought and with JSON
+function calls. Writes ``results/evidence/composing-MODEL.json``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEUTRAL = 3
 MEASURES = ("full_correct", "correct", "agrees", "cosine", "kl", "top")
 FIDELITY = (*models.PRETRAINED,)
 """Models that don't take these decisions: of them only logits are compared, on fewer items."""
-OWN_ITEMS = 20
+OWN_ITEMS = 40
 """Of a small model's items."""
 
 
@@ -53,13 +53,18 @@ class Part:
 PARTS = (
     Part("split", "cross_reference", points=("end",)),
     Part("content", points=("middle",), sweep=("rule",)),
+    Part("content", contents=("rule", "fact"), points=("ahead",), sweep=("rule",)),
     Part("content", contents=("rule",), points=("system", "end", "tool")),
-    Part("count"),
+    Part("content", contents=("fact", "tools"), points=("end", "tool")),
+    Part("count", points=("middle",)),
+    Part("count", points=("ahead",)),
     Part("content", mode="cot", brief=0, contents=("rule",), points=("middle",)),
+    Part("content", mode="cot", brief=0, contents=("rule",), points=("ahead",)),
     Part("content", "tool_call", brief=0, points=("middle",)),
+    Part("content", "tool_call", brief=0, contents=("rule", "fact"), points=("ahead",)),
 )
 COUNTS = (2, 4)
-"""Of skills; one skill is the rule in the middle."""
+"""Of skills; one skill is the rule alone."""
 
 
 def items_of(model: str, part: Part, scale: int, quick: bool) -> list[Item]:
@@ -94,7 +99,8 @@ def main() -> None:
         if part.test == "split":
             run_split(model, tokenizer, items, run, points=part.points, **label)
         elif part.test == "count":
-            run_counts(model, tokenizer, items, run, counts=COUNTS[:1] if given.quick else COUNTS, **label)
+            counts = COUNTS[:1] if given.quick else COUNTS
+            run_counts(model, tokenizer, items, run, counts=counts, points=part.points, **label)
         else:
             sweep = CONTENTS if own else part.sweep
             run_contents(model, tokenizer, items, run, contents=part.contents, points=part.points, sweep=sweep, **label)
@@ -106,7 +112,7 @@ def described(rows: list[Row]) -> list[str]:
     """Lines of text: every set with intervals, and what the border in a memory costs."""
     names = ("task", "mode", "content", "point", "seam", "rotated")
     lines = table(grouped([row for row in rows if row["test"] == "content"], names, MEASURES))
-    lines += table(grouped([row for row in rows if row["test"] == "count"], ("test", "chunks"), MEASURES))
+    lines += table(grouped([row for row in rows if row["test"] == "count"], ("test", "point", "chunks"), MEASURES))
     split = [row for row in rows if row["test"] == "split"]
     lines += table(grouped(split, ("test", "point", "border"), MEASURES))
     for point in dict.fromkeys(row["point"] for row in split):

@@ -1,4 +1,4 @@
-"""Editing inside a transplant: ``python -m evidence.diagonal MODEL [--quick] [--threads N] [--per-domain N]``.
+"""Editing inside a transplant: ``python -m evidence.diagonal MODEL [--quick] [--threads N] [--items N]``.
 
 Every arm on a spliced skill that holds the field, beside the same arm on a full prefill (the study's figure 7a). Writes
 ``results/evidence/diagonal-MODEL.json``.
@@ -10,11 +10,11 @@ from editable_cache.evaluation.results import Row
 from editable_cache.evaluation.statistics import tost
 from editable_cache.evaluation.studies.diagonal import ARMS, run_diagonal
 from editable_cache.evaluation.studies.tables import grouped, table
-from editable_cache.evaluation.tasks import build, read_items
+from editable_cache.evaluation.tasks import DOMAINS, build, read_items
 from evidence import commands, models
 
 NEUTRAL = 3
-PER_DOMAIN, OWN_ITEMS = 4, 20
+ITEMS = 40
 MARGIN = 0.1
 """Of recovery, within which composed and recomputed count as the same."""
 MEASURES = (
@@ -32,7 +32,7 @@ MEASURES = (
 def main() -> None:
     """The command."""
     options = commands.parser(__doc__, "two items, with a short policy")
-    options.add_argument("--per-domain", type=int, default=PER_DOMAIN)
+    options.add_argument("--items", type=int, default=ITEMS, help="adds to finished ones; each domain in turn")
     given = options.parse_args()
     commands.begin(given.threads)
     model, tokenizer = models.load(given.model)
@@ -40,9 +40,10 @@ def main() -> None:
     if path.is_file():
         own = read_items(path)
         erratum = own.erratum
-        items = models.spread((item for item in own.items if item.mode == "direct"), OWN_ITEMS)
+        items = models.spread((item for item in own.items if item.mode == "direct"), given.items)
     else:
-        items = build("gated", per_domain=given.per_domain, neutral=1 if given.quick else NEUTRAL)
+        found = build("gated", per_domain=-(-given.items // len(DOMAINS)), neutral=1 if given.quick else NEUTRAL)
+        items = commands.in_turn(found, given.items)
     settings = {"arms": ARMS, "seam": 1, "neutral": None if path.is_file() else NEUTRAL, "dtype": "float32"}
     run = commands.run_of("diagonal", given.model, settings, given.quick)
     run_diagonal(model, tokenizer, items[:2] if given.quick else items, run, erratum=erratum, model_name=given.model)

@@ -13,13 +13,14 @@ import sys
 from evidence import models
 
 SMALL = ("small-llama", "small-qwen3", "small-gemma3", "small-hybrid")
-DECIDING = ("gatekeeper", "gatekeeper-no-updates", *SMALL, "small-llama-no-updates")
+ANY_ORDER = ("gatekeeper-any-order", "small-llama-any-order", "small-gemma3-any-order")
+DECIDING = ("gatekeeper", *SMALL, "gatekeeper-no-updates", "small-llama-no-updates", *ANY_ORDER)
 COMMANDS: dict[str, tuple[str, ...]] = {
     "gate": DECIDING,
-    "frontier": DECIDING,
+    "frontier": tuple(name for name in DECIDING if name != "gatekeeper-any-order"),
     "mechanism": ("gatekeeper", "small-llama"),
-    "composing": ("smollm2", "gemma3_270m", "gatekeeper", *SMALL),
-    "diagonal": ("gatekeeper", *SMALL[:-1]),
+    "composing": ("smollm2", "gemma3_270m", "gatekeeper", *SMALL, *ANY_ORDER),
+    "diagonal": ("gatekeeper", *SMALL[:-1], *ANY_ORDER),
     "horizon": ("gatekeeper", *SMALL),
     "multihop": ("smollm2", "gemma3_270m"),
     "rome_facts": ("smollm2",),

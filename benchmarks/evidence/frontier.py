@@ -14,7 +14,7 @@ from typing import Any
 from editable_cache.evaluation.arms import ERRATA, FRONTIER
 from editable_cache.evaluation.studies.frontier import possible, run_frontier
 from editable_cache.evaluation.studies.summary import by_arm
-from editable_cache.evaluation.tasks import Item, Mode, build, read_items
+from editable_cache.evaluation.tasks import DOMAINS, Item, Mode, build, read_items
 from evidence import commands, models
 
 COUNTS = (8, 32, 64)
@@ -33,30 +33,36 @@ BRIEF = ("stale", "in_place", "window@32", "suffix", "erratum", "field+erratum",
 
 @dataclass(frozen=True)
 class Part:
-    """One set: which items, how many of each domain, and which arms."""
+    """One set: which items, and which arms."""
 
     name: str
     arms: Sequence[str]
     tasks: Sequence[str] = ("gated",)
     mode: Mode = "direct"
-    per_domain: int = 1
     far: bool = False
     neutral: int = 20
 
 
 PARTS = (
-    Part("direct", FRONTIER, per_domain=2),
-    Part("cot", (*CHAINED, "hoist", "full"), mode="cot", per_domain=2, neutral=12),
+    Part("direct", FRONTIER),
+    Part("cot", (*CHAINED, "hoist", "full"), mode="cot", neutral=12),
     Part("near", REGIME, neutral=12),
     Part("far", REGIME, far=True, neutral=12),
     Part("wordings", WORDED, neutral=12),
     Part("wordings-cot", WORDED, mode="cot", neutral=6),
     *(Part(task, BRIEF, tasks=(task,), neutral=6) for task in TASKS),
 )
+MAIN = ("direct", "cot")
+ITEMS, SIDE_ITEMS = 40, 20
+"""Of each main set, and of each other one."""
 
 
-def items_of(model: str, part: Part, quick: bool) -> tuple[list[Item], str | None]:
-    """The items of a set for a model, and the wording of its correcting line if the model has its own."""
+def items_of(model: str, part: Part, most: int, quick: bool) -> tuple[list[Item], str | None]:
+    """The items of a set for a model, and the wording of its correcting line if the model has its own.
+
+    Args:
+        most: at most so many; a small model's own items are few and quick, and all are taken.
+    """
     path = models.MODELS / model / "items.json"
     if path.is_file():  # a small vocabulary, with items in it
         own = read_items(path)
@@ -64,27 +70,32 @@ def items_of(model: str, part: Part, quick: bool) -> tuple[list[Item], str | Non
         if part.far or part.name.startswith(("near", "wordings")):
             kept = []
         return (kept[:4] if quick else kept), own.erratum
-    count = 1 if quick else part.per_domain
+    count = 1 if quick else min(most, ITEMS if part.name in MAIN else SIDE_ITEMS)
+    per_domain = -(-count // len(DOMAINS))
     found = [
         item
         for task in part.tasks
-        for item in build(task, per_domain=count, mode=part.mode, neutral=part.neutral, far=part.far)
+        for item in build(task, per_domain=per_domain, mode=part.mode, neutral=part.neutral, far=part.far)
     ]
-    return (found[:1] if quick else found), None
+    return commands.in_turn(found, count), None
 
 
 def main() -> None:
     """The command."""
     arguments = commands.parser(__doc__, "one item of each set")
-    arguments.add_argument("--sets", default="", help="some of the sets, by name, with commas")
+    arguments.add_argument("--sets", default="", help="some of the sets, by name, with commas; adds to others")
+    arguments.add_argument("--items", type=int, default=ITEMS, help="of each set at most; adds to finished ones")
     given = arguments.parse_args()
+    names = [part.name for part in PARTS]
+    wanted = [name for name in given.sets.split(",") if name] or names
+    if unknown := set(wanted) - set(names):
+        arguments.error(f"--sets: expected some of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     commands.begin(given.threads)
-    wanted = [name for name in given.sets.split(",") if name] or [part.name for part in PARTS]
     model, tokenizer = models.load(given.model)
     described = {part.name: vars(part) for part in PARTS}
     run = commands.run_of("frontier", given.model, {"sets": described, "dtype": "float32"}, given.quick)
     for part in PARTS:
-        items, erratum = items_of(given.model, part, given.quick)
+        items, erratum = items_of(given.model, part, given.items, given.quick)
         if part.name not in wanted or not items:
             continue
         options: dict[str, Any] = {
@@ -97,8 +108,7 @@ def main() -> None:
         print(f"\n{given.model}, {part.name}: {gate}")
         for row in by_arm([row for row in run.results().rows if row.get("set") == part.name]):
             print(f"  {row['arm']:28} correct {row['correct']} recovery {row['recovery']} share {row['share']:.3f}")
-    if set(wanted) == {part.name for part in PARTS}:
-        run.finish()
+    run.finish()
 
 
 if __name__ == "__main__":

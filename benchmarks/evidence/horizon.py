@@ -34,7 +34,7 @@ def main() -> None:
     else:
         per_domain = -(-given.items // len(DOMAINS))
         items = build("gated", per_domain=per_domain, neutral=1 if given.quick else NEUTRAL)
-        items = [item for place in range(per_domain) for item in items[place::per_domain]][: given.items]
+        items = commands.in_turn(items, given.items)
     settings = {"turns": TURNS, "exchange": exchange, "neutral": None if path.is_file() else NEUTRAL}
     run = commands.run_of("horizon", given.model, {**settings, "dtype": "float32"}, given.quick)
     run_horizon(

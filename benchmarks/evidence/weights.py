@@ -299,7 +299,7 @@ def main() -> None:
     }
     run = commands.run_of("weights", given.model, settings, given.quick)
     items = build("gated", per_domain=1 if given.quick else -(-given.items // len(DOMAINS)), neutral=neutral)
-    items = items[:1] if given.quick else sorted(items, key=lambda item: int(item.key.rsplit("/", 1)[1]))[: given.items]
+    items = commands.in_turn(items, 1 if given.quick else given.items)
     left = [item for item in items if not run.has(item.key)]
     if left:
         table = Table(given.model, run, tokens=tokens, layer=layer, neutral=neutral, asked=asked)

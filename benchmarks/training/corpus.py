@@ -167,7 +167,15 @@ class Example:
     value: str
 
 
-def example(rng: random.Random, *, updates: bool, neutral: int, direct: float = 2 / 3, gated: float = 0.0) -> Example:
+def example(
+    rng: random.Random,
+    *,
+    updates: bool,
+    neutral: int,
+    direct: float = 2 / 3,
+    gated: float = 0.0,
+    any_order: bool = False,
+) -> Example:
     """One training example.
 
     Args:
@@ -175,6 +183,7 @@ def example(rng: random.Random, *, updates: bool, neutral: int, direct: float = 
         neutral: how many rules decide nothing.
         direct: share of examples without a chain of thought.
         gated: share that is of this kind before the others are drawn by ``SHARES``.
+        any_order: the sections in any order, so that the field stands behind its rule as often as before it.
     """
     fields = rng.sample(FIELDS, 1)
     values = tuple(rng.sample(VALUES, 2))
@@ -203,12 +212,15 @@ def example(rng: random.Random, *, updates: bool, neutral: int, direct: float = 
     )
     kind = "gated" if rng.random() < gated else rng.choices(list(SHARES), list(SHARES.values()))[0]
     item = KINDS[kind](draw)
+    if any_order:
+        item = replace(item, sections=tuple(rng.sample(item.sections, len(item.sections))))
     if not updates or rng.random() < 0.6:
         return Example(item, old)
     stated = [new] if rng.random() < 0.75 else [new, old]
     lines = "".join(rng.choice(UPDATES).format(field=item.field, value=value) for value in stated)
     sections = [*item.sections]
-    place = len(sections) if rng.random() < 0.8 else rng.randint(1, len(sections))
+    field = next(place for place, section in enumerate(sections) if "{" + item.field + "}" in section.text)
+    place = len(sections) if rng.random() < 0.8 else rng.randint(field + 1, len(sections))
     sections.insert(place, Section("update", lines))
     return Example(replace(item, sections=tuple(sections)), stated[-1])
 

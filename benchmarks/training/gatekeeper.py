@@ -2,8 +2,10 @@
 
     cd benchmarks && ../.venv/bin/python -m training.gatekeeper gatekeeper
     cd benchmarks && ../.venv/bin/python -m training.gatekeeper gatekeeper-no-updates
+    cd benchmarks && ../.venv/bin/python -m training.gatekeeper gatekeeper-any-order
 
-A stopped run goes on from its last checkpoint in ``results/partial``. Writes the adapter and ``training.json``
+Where two variants begin with the same stages, a copy of one's checkpoint lets the other go on from there. A stopped
+run goes on from its last checkpoint in ``results/partial``. Writes the adapter and ``training.json``
 (settings and losses) to ``models/NAME``; ``evidence.gate`` judges it.
 """
 
@@ -42,6 +44,7 @@ class Stage:
         most_neutral: rules that decide nothing, at most; in a share of batches (``long_share``) up to all there are.
         direct, gated: shares of examples, see ``corpus.example``.
         updates: whether a variant that is trained on updates has them in this stage.
+        any_order: the sections in any order; else the field comes before its rule.
         rate: of the learning rate.
         decision: weight of the first token of a direct answer, which is the decision; the other tokens have 1 together.
             Without it the decision is one token of many, and the loss hardly falls when it is learnt.
@@ -54,6 +57,7 @@ class Stage:
     gated: float = 0.0
     decision: float = 0.0
     updates: bool = True
+    any_order: bool = False
     batch: int = 8
     rate: float = 1.0
 
@@ -88,9 +92,12 @@ class Settings:
 FIRST = Stage(steps=20, most_neutral=1, long_share=0.0, direct=1.0, gated=1.0, decision=1.0, updates=False, batch=16)
 FOCUSED = Stage(steps=90, most_neutral=4, long_share=0.04, direct=0.8, gated=0.5, decision=1.0, rate=0.5)
 CHAINS = Stage(steps=70, long_share=0.06, direct=0.5, gated=0.4, decision=1.0, rate=0.5)
+ORDERS = Stage(steps=60, long_share=0.06, direct=0.7, gated=0.5, decision=1.0, any_order=True, rate=0.5)
+STAGES = (Stage(steps=160), FIRST, FOCUSED, CHAINS)
 VARIANTS = {
-    "gatekeeper": Settings(updates=True, stages=(Stage(steps=160), FIRST, FOCUSED, CHAINS)),
+    "gatekeeper": Settings(updates=True, stages=STAGES),
     "gatekeeper-no-updates": Settings(updates=False, stages=(FIRST, replace(FOCUSED, steps=40))),
+    "gatekeeper-any-order": Settings(updates=True, stages=(*STAGES, ORDERS)),
 }
 
 
@@ -114,7 +121,9 @@ def batch_of(
     neutral = rng.randint(0, most)  # one number for the batch: rows of about one length
     share = {"direct": stage.direct, "gated": stage.gated}
     examples = [
-        corpus.example(rng, updates=settings.updates and stage.updates, neutral=neutral, **share)
+        corpus.example(
+            rng, updates=settings.updates and stage.updates, neutral=neutral, any_order=stage.any_order, **share
+        )
         for _ in range(stage.batch)
     ]
     rows = [encoded(tokenizer, found, around) for found in examples]

@@ -136,22 +136,35 @@ def item_of(rng: random.Random, chosen: Domain, mode: Mode, *, kind: str, neutra
     )
 
 
-def prompts(rng: random.Random, *, neutral: int, updates: float, rounds: int = 3, brief: bool = False) -> Text:
+def prompts(
+    rng: random.Random,
+    *,
+    neutral: int,
+    updates: float,
+    rounds: int = 3,
+    brief: bool = False,
+    any_order: bool = False,
+) -> Text:
     """A context and, behind it, questions, each answered; between them lines that update the field or another entry.
 
     Args:
         neutral: how many rules decide nothing.
         updates: the share of questions that follow an update.
         brief: without tools and conversation, as training begins.
+        any_order: the sections in any order, so that the field stands behind its rule as often as before it.
     """
     chosen = domain(rng, rng.choice([*FIELDS]), judged=False)
     shape = {"neutral": neutral, "swap": rng.random() < 0.5, "back": rng.random() < 0.5}
     item = item_of(rng, chosen, "direct", kind="gated", **shape)
     value = item.old
     sections = [section.text for section in item.sections][: 2 if brief else None]
+    if any_order:
+        rng.shuffle(sections)
     if rng.random() < updates / 3:
         value = rng.choice((item.old, item.new))
-        sections.insert(rng.randint(1, len(sections)), rng.choice(UPDATES).format(field=item.field, value=value))
+        stated = next(place for place, text in enumerate(sections) if "{" + item.field + "}" in text)
+        place = rng.randint(stated + 1, len(sections))
+        sections.insert(place, rng.choice(UPDATES).format(field=item.field, value=value))
     pieces = [("".join(sections).replace("{" + item.field + "}", item.old), False)]
     for _ in range(rounds):
         if rng.random() < updates:

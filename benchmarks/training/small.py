@@ -51,6 +51,7 @@ class Settings:
         other_rate: of embeddings, norms and convolutions, which AdamW trains.
         whole_text: weight of the tokens of prompts beside those to be learnt.
         updates: whether texts hold lines that change a value.
+        any_order: whether the sections of prompts stand in any order; else the field comes first and then its rule.
     """
 
     model_type: str
@@ -67,6 +68,7 @@ class Settings:
     longest: int = 14
     whole_text: float = 0.05
     updates: bool = True
+    any_order: bool = False
     seed: int = 0
     checkpoint_every: int = 50
 
@@ -77,6 +79,8 @@ MODELS = {
     "small-qwen3": Settings("qwen3"),
     "small-gemma3": Settings("gemma3_text", SLIDING),
     "small-hybrid": Settings("lfm2", CONVOLUTIONS),
+    "small-llama-any-order": Settings("llama", any_order=True),
+    "small-gemma3-any-order": Settings("gemma3_text", SLIDING, any_order=True),
 }
 
 
@@ -125,7 +129,7 @@ def texts_of(settings: Settings, stage: int, rng: random.Random) -> list[mini.Te
     ]
     updates = 0.5 if settings.updates else 0.0
     texts += [
-        mini.prompts(rng, neutral=neutral, updates=updates, brief=stage < LAST)
+        mini.prompts(rng, neutral=neutral, updates=updates, brief=stage < LAST, any_order=settings.any_order)
         for _ in range(settings.batch - len(texts))
     ]
     return texts

@@ -29,9 +29,12 @@ Task = Annotated[
     str, typer.Option("--task", help="A built-in task: gated, trigger, two_hop, free_form, tool_call, ...")
 ]
 Arms = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--arms", metavar="A,B", help="Arms to compare; by default all of the frontier that items and model allow."
+        "--arms",
+        metavar="A,B",
+        help="Arms to compare; by default all of the frontier that items and model allow.",
+        show_default=False,
     ),
 ]
 ModeName = Annotated[
@@ -56,7 +59,7 @@ def evaluate(
     model: ModelName,
     tasks: Tasks = None,
     task: Task = "gated",
-    arms: Arms = "",
+    arms: Arms = None,
     mode: ModeName = None,
     per_domain: PerDomain = 2,
     neutral: Neutral = 20,
@@ -95,7 +98,9 @@ def evaluate(
                 raise TaskError(f"Task file {tasks}: expected an item in the mode {mode}, got none.")
         else:
             items = build(task, per_domain=per_domain, mode=asked or "direct", neutral=neutral, far=far, seed=seed)
-        chosen = [name.strip() for name in arms.split(",") if name.strip()]
+        chosen = [name.strip() for name in (arms or "").split(",") if name.strip()]
+        if arms is not None and not chosen:
+            raise TaskError(f"--arms: expected at least one arm, got {arms!r}; leave the option out for all of them.")
         for name in chosen:
             arm(name)
         require_possible(chosen, items)

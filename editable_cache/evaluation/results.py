@@ -23,6 +23,9 @@ from editable_cache.errors import ResultsError
 
 FORMAT = 1
 
+VERSIONS = ("editable_cache", "transformers", "torch")
+"""Of the environment, what rows of one run must have in common."""
+
 Row = dict[str, Any]
 """One measurement: what was asked (``key``, ``domain``, ``arm`` ...) and what came out."""
 
@@ -180,14 +183,17 @@ class Run:
                 self._rows.setdefault(str(row.get("key")), []).append(row)
 
     def _require_same(self, path: Path, head: Mapping[str, Any]) -> None:
-        mine = {**self._head, "environment": self._head["environment"]["editable_cache"]}
-        other = {**head, "environment": head.get("environment", {}).get("editable_cache")}
+        mine, other = ({**each, "environment": _versions(each)} for each in (self._head, head))
         for name, value in mine.items():
             if other.get(name) != value:
                 raise ResultsError(
                     f"Results {path}: expected {name} {_differing(value, other.get(name))}; they can't be joined. "
                     "Delete that file, or write to another."
                 )
+
+
+def _versions(head: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: head.get("environment", {}).get(name) for name in VERSIONS}
 
 
 def _differing(expected: Any, got: Any) -> str:

@@ -54,6 +54,7 @@ def test_a_model_below_the_gate_is_refused(models: Models, items: str) -> None:
     ("options", "message"),
     [
         (("--arms", "stale,magic"), "Unknown arm 'magic'"),
+        (("--arms", " , "), "expected at least one arm"),
         (("--task", "poetry"), "expected a task among"),
         (("--mode", "poem"), "expected direct or cot"),
         (("--mode", "cot", "--arms", "stale,selective@2"), "expected items in direct mode"),

@@ -120,6 +120,16 @@ def test_keys_that_are_not_turned_are_seen() -> None:
     assert turned["skill_tokens"] == left["skill_tokens"] < turned["tokens"]
 
 
+@pytest.mark.parametrize(("content", "partner"), [("rule", "status: {status}"), ("fact", "If status is pending")])
+def test_ahead_a_part_is_read_right_before_what_it_is_combined_with(content: str, partner: str) -> None:
+    found = compose.layout(asking(), content, "ahead", "shipped")
+    assert found is not None
+    assert [block.skill for block in found.blocks][-2:] == [True, False]
+    assert partner in found.blocks[-1].text
+    assert sorted("".join(block.text for block in found.blocks).split()) == sorted(ITEM.template().split())
+    assert compose.layout(asking(), "tools", "ahead", "shipped") is None
+
+
 def test_points_of_a_chat() -> None:
     chat = with_template(CHAT.replace("not allowed", "false"))
     system, tool = (compose.layout(asking(tokenizer=chat), "rule", point, "shipped") for point in ("system", "tool"))
@@ -146,7 +156,7 @@ def test_contents_are_kept_item_by_item() -> None:
     items = [ITEM, replace(ITEM, key="two", sections=ITEM.sections[:2])]
     compose.run_contents(model, tokenizer, items, run, sweep=("rule",))
     rows = run.results().rows
-    assert len([row for row in rows if row["key"].endswith("one")]) == 6 + 1 + 2 * 2
+    assert len([row for row in rows if row["key"].endswith("one")]) == (6 + 6 + 1) + 3 + 2
     assert {row["content"] for row in rows if row["key"].endswith("two")} == {"rule", "fact"}
     before = len(rows)
     compose.run_contents(model, tokenizer, items, run)
@@ -168,9 +178,10 @@ def test_several_skills_are_several_chunks_with_the_relevant_one_among_them() ->
     items = [replace(each, sections=(*each.sections[:1], _policy(each.domain), *each.sections[2:])) for each in items]
     run = trial()
     compose.run_counts(shared_model("llama"), shared_tokenizer(), items, run)
-    rows = [row for row in run.results().rows if row["key"] == "count/item a"]
-    assert [row["chunks"] for row in rows] == [1, 2, 3, 4]
-    assert [row["tokens"] for row in rows] == sorted({row["tokens"] for row in rows})
+    for point in compose.SWEPT:
+        rows = [row for row in run.results().where(point=point) if row["key"].endswith("/item a")]
+        assert [row["chunks"] for row in rows] == [1, 2, 3, 4]
+        assert [row["tokens"] for row in rows] == sorted({row["tokens"] for row in rows})
     found = compose.layout(asking(items[0]), "rule", "middle", "shipped", [_policy("b"), _policy("c")])
     assert found is not None
     assert sorted(block.text[:8] for block in found.blocks if block.skill) == ["policy a", "policy b", "policy c"]

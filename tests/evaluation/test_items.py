@@ -179,6 +179,11 @@ def test_an_erratum_that_can_not_be_filled_is_refused(tmp_path: Path, line: Any)
         read_items(path)
     write_items(path, build("gated", per_domain=1), erratum="{{now}} {value}")
     assert read_items(path).erratum == "{{now}} {value}"
+    write_items(path, build("gated", per_domain=1), erratum="{{{name}}} {{value}}: {value}")
+    with pytest.raises(TaskError, match=r"without \{name\} or \{value\} as literal text"):
+        read_items(path)
+    write_items(path, build("gated", per_domain=1), erratum="{{{name}}} is {value}")
+    assert read_items(path).erratum == "{{{name}}} is {value}"
 
 
 def test_braces_of_a_value_are_kept() -> None:

@@ -118,14 +118,14 @@ def test_models_that_differ_are_mixed() -> None:
 def test_a_model_below_the_gate_does_not_count() -> None:
     weak = results(frontier({**RIGHT, "in_place": 1.0}, gate=0.5), model="weak")
     alone = verdict("in-place-ignored", weak)
-    assert alone.status == "not measured"
+    assert alone.status == "not testable here"
     assert "weak left out: full prefills with old value decide right 0.50, gate 0.8" in alone.why
     assert verdict("in-place-ignored", weak, results(frontier(RIGHT))).by_model == {"made up": "holds"}
 
 
 def test_errata_ask_that_updates_are_understood() -> None:
     deaf = results(frontier({**RIGHT, "erratum": 0.0}, update=0.0), model="deaf")
-    assert verdict("erratum", deaf).status == "not measured"
+    assert verdict("erratum", deaf).status == "not testable here"
     assert verdict("in-place-ignored", deaf).status == "replicated"
     assert verdict("erratum-is-a-prefill", deaf).status == "replicated"
     odd = results(frontier({**RIGHT, "erratum": 1.0}, update=0.0), model="odd")

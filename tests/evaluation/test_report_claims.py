@@ -65,15 +65,17 @@ def test_claims_on_weights_flip(claim: str) -> None:
 
 def test_items_that_the_field_does_not_decide_do_not_count() -> None:
     found = verdict("weights-contaminate", weights(every={"eligible": False}))
-    assert found.status == "not measured"
+    assert found.status == "not testable here"
     assert "full prefills decide right 0.00, gate 0.64" in found.why
 
 
 def composing(agrees: Callable[[Row], bool], *, full: bool = True) -> Results:
     """Rows of ``evidence.composing``."""
     kinds: list[Row] = [
-        {"test": "content", "content": "rule", "point": "middle", "task": "gated", "seam": 1, "rotated": True},
-        {"test": "content", "content": "rule", "point": "middle", "task": "gated", "seam": 1, "rotated": False},
+        {"test": "content", "content": "rule", "point": "ahead", "task": "gated", "seam": 1, "rotated": True},
+        {"test": "content", "content": "rule", "point": "ahead", "task": "gated", "seam": 1, "rotated": False},
+        *({"test": "content", "content": content, "point": "end", "task": "gated", "seam": 1, "rotated": True}
+          for content in ("rule", "fact")),
         *({"test": "split", "border": border, "point": "end", "task": "cross_reference", "seam": 1, "rotated": True}
           for border in ("one", "together", "split")),
     ]  # fmt: skip
@@ -98,16 +100,31 @@ def test_claims_on_compositions_flip() -> None:
     assert verdict("cross-reference-split", odd).status == "not on these models"
     assert verdict("independent-split", odd).status == "not on these models"
     weak = composing(lambda row: True, full=False)
-    assert verdict("decisions-preserved", weak).status == "not measured"
+    assert verdict("decisions-preserved", weak).status == "not testable here"
+
+
+def test_a_rule_behind_its_field_is_another_claim() -> None:
+    """The study splices the rule before its field; what stands the other way round must not count for it."""
+    order = composing(lambda row: row["point"] == "ahead")
+    assert verdict("decisions-preserved", order).status == "replicated"
+    assert verdict("rule-behind-its-field", order).status == "replicated"
+    assert verdict("field-behind-its-rule", order).status == "replicated"
+    turned = composing(lambda row: row["point"] != "ahead")
+    assert verdict("decisions-preserved", turned).status == "not on these models"
+    assert verdict("rule-behind-its-field", turned).status == "not on these models"
+    assert verdict("field-behind-its-rule", turned).status == "not on these models"
 
 
 def test_short_prompts_say_nothing_on_sliding_windows() -> None:
-    assert verdict("sliding-windows", results(list(composing(lambda row: True).rows), "composing", "gemma")).status == (
-        "not measured"
-    )
-    long = [{**row, "tokens": 900} for row in composing(lambda row: True).rows]
-    assert verdict("sliding-windows", results(long, "composing", "gemma")).status == "replicated"
-    assert verdict("sliding-windows", results(long, "composing", "llama")).status == "not measured"
+    short = list(composing(lambda row: True).rows)  # of 300 tokens
+    long = [{**row, "tokens": 900} for row in short]
+    for model, rows, status in (
+        ("gemma3_270m", short, "not measured"),
+        ("gemma3_270m", long, "replicated"),
+        ("small-gemma3-any-order", short, "replicated"),
+        ("llama", long, "not testable here"),
+    ):
+        assert verdict("sliding-windows", results(rows, "composing", model)).status == status
 
 
 def turns(slope: float) -> Results:

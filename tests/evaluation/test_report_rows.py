@@ -98,9 +98,9 @@ def test_composing_rows_are_found(model: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compose.run_contents(model, tokenizer, some[:2], run, sweep=("rule",))
-        compose.run_contents(model, tokenizer, items("tool_call", 1), run, contents=("rule",), points=("middle",))
+        compose.run_contents(model, tokenizer, items("tool_call", 1), run, contents=("tools",), points=("middle",))
         chained = [replace(some[0], mode="cot", key="cot")]
-        compose.run_contents(model, tokenizer, chained, run, contents=("rule",), points=("middle",))
+        compose.run_contents(model, tokenizer, chained, run, contents=("rule",), points=("ahead",))
         compose.run_counts(model, tokenizer, some, run)
         compose.run_split(model, tokenizer, items("cross_reference", 2), run)
     assert unmeasured("composing", run.results(), but=("sliding-windows",)) == []

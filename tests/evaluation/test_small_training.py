@@ -71,12 +71,13 @@ def test_training_has_no_judged_assignment_and_not_the_judged_wording(mini: Modu
     assert all(len(found) == 1 and mini.kept_apart(*found.pop()) for found in judged)
 
 
-def test_every_answer_follows_from_its_text(mini: ModuleType) -> None:
+@pytest.mark.parametrize("any_order", [False, True])
+def test_every_answer_follows_from_its_text(mini: ModuleType, any_order: bool) -> None:
     """By a reader of its own: the last value that a line states, and the call that the rule gives it."""
     rng = random.Random(1)
     turned = 0
     for _ in range(200):
-        pieces = mini.prompts(rng, neutral=0, updates=0.5, rounds=2)
+        pieces = mini.prompts(rng, neutral=0, updates=0.5, rounds=2, any_order=any_order)
         seen = pieces[0][0]
         ((field, first, second),) = assignments(mini, seen)
         calls = dict(zip(mini.FIELDS[field], (first, second), strict=True))
@@ -92,6 +93,16 @@ def test_every_answer_follows_from_its_text(mini: ModuleType) -> None:
                 assert answer[1] in (stated[-1], calls[stated[-1]])
             seen += piece
     assert turned > 40
+
+
+def test_in_any_order_the_field_stands_on_either_side_of_its_rule(mini: ModuleType) -> None:
+    for any_order, least, most in ((False, 0, 0), (True, 80, 120)):
+        rng, behind = random.Random(2), 0
+        for _ in range(200):
+            text = mini.prompts(rng, neutral=0, updates=0.0, rounds=1, any_order=any_order)[0][0]
+            ((field, _, _),) = assignments(mini, text)
+            behind += text.index(f"{field}: ") > next(RULE.finditer(text)).start()
+        assert least <= behind <= most
 
 
 def test_labels_are_balanced_and_no_word_is_unknown(mini: ModuleType) -> None:

@@ -152,7 +152,7 @@ class Verdict:
     Attributes:
         claim: the claim.
         status: replicated if every condition holds on every model that counts; not on these models if one fails on
-            each; mixed otherwise.
+            each; mixed otherwise. Not testable here if the claim says so or if no measured model counts.
         why: what decided, in words.
         findings: everything that was looked at.
         by_model: what came out for each model that counts.
@@ -224,6 +224,8 @@ def _verdict(claim: Claim, findings: tuple[Finding, ...]) -> Verdict:
     left_out = {each.model: f"{each.model} left out: {each.left_out}" for each in findings if each.left_out}
     aside = [reason for model, reason in left_out.items() if model not in by_model]
     if not by_model:
+        if findings and not counted:
+            return Verdict(claim, "not testable here", ". ".join(aside), findings)
         return Verdict(claim, "not measured", ". ".join((f"Not measured: run {claim.command}", *aside)), findings)
     outcomes = set(by_model.values())
     status = "replicated" if outcomes == {"holds"} else "not on these models" if outcomes == {"fails"} else "mixed"

@@ -6,6 +6,7 @@ Every way is compared with a full prefill of the same ids.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,10 +31,13 @@ from editable_cache.skill import Skill
 
 CONTENTS = ("rule", "fact", "tools")
 """What a skill holds: the policy, the section with the field, the list of tools."""
-POINTS = ("system", "middle", "end", "tool")
-"""Where it stands: behind the chat's beginning, among the other sections, right before the question, and there in a
-turn of the role ``tool``.
+POINTS = ("system", "ahead", "middle", "end", "tool")
+"""Where it stands: behind the chat's beginning; behind all other sections but that which it is combined with
+(``PARTNERS``), which comes right after it; among the other sections; right before the question; and there in a turn of
+the role ``tool``. At the first two it is read before its partner, as in the study; a rule at the others behind it.
 """
+PARTNERS = {"rule": "fact", "fact": "rule"}
+SWEPT = ("ahead", "middle")
 SEAMS = (0, 1, 4, 16)
 COUNTS = (1, 2, 3, 4)
 BORDERS = {"one": (3,), "together": (1, 2), "split": (2, 1)}
@@ -192,6 +196,14 @@ def layout(asking: Asking, content: str, point: str, value: str, others: Sequenc
     rest = [Block(section.text) for section in item.sections if section is not chosen]
     if point == "system":
         return Layout(asking, [opening, *skills, *rest], value)
+    if point == "ahead":
+        partners = [
+            Block(section.text)
+            for section in item.sections
+            if section is not chosen and content in PARTNERS and _holds(item, section, PARTNERS[content])
+        ]
+        elsewhere = [block for block in rest if block not in partners]
+        return Layout(asking, [opening, *elsewhere, *skills, *partners], value) if partners else None
     if point == "middle":
         half = len(rest) // 2
         return Layout(asking, [opening, *rest[:half], *skills, *rest[half:]], value)
@@ -265,7 +277,7 @@ def run_contents(
     sweep: Sequence[str] = CONTENTS,
     model_name: str = "the model",
 ) -> None:
-    """Each content at each point with the usual seam of one token; of ``sweep`` all of ``SWEEP`` at ``middle``.
+    """Each content at each point with the usual seam of one token; of ``sweep`` all of ``SWEEP`` at ``SWEPT``.
 
     Rows of ``measure`` with ``test`` = "content", ``content`` and ``point``, kept under ``content/POINTS/KEY``.
 
@@ -284,7 +296,7 @@ def run_contents(
                     found = layout(asking, content, point, item.new)
                     if found is not None:
                         found.memo = memo
-                        ways = SWEEP if content in sweep and point == "middle" else (USUAL,)
+                        ways = SWEEP if content in sweep and point in SWEPT else (USUAL,)
                         rows += measure(found, ways, {"test": "content", "content": content, "point": point})
         run.add(key, rows)
 
@@ -296,31 +308,33 @@ def run_counts(
     run: Run,
     *,
     counts: Sequence[int] = COUNTS,
+    points: Sequence[str] = SWEPT,
     model_name: str = "the model",
 ) -> None:
     """The policy among policies of other domains, each compiled by itself: ``counts`` skills in all.
 
-    Rows of ``measure`` with ``test`` = "count", kept under ``count/KEY``; ``chunks`` is the number of skills.
+    Rows of ``measure`` with ``test`` = "count" and ``point``, kept under ``count/POINTS/KEY``; ``chunks`` is the number
+    of skills.
 
     Raises:
-        TaskError: for no item, or too few other domains.
+        TaskError: for no item, an unknown point, or too few other domains.
     """
     require_items(items)
     policies = {item.domain: section for item in items for section in item.sections if section.name == "policy"}
     if len(policies) < max(counts):
         raise TaskError(f"Expected policies of at least {max(counts)} domains, got {len(policies)}.")
     for item in tqdm(items, desc=f"{model_name}, several skills", unit="item"):
-        key = f"count/{item.key}"
+        key = f"count/{'+'.join(points)}/{item.key}"
         if run.has(key):
             continue
         rng, asking, rows = random.Random(item.key), Asking(model, tokenizer, item), []
         foreign = [section for domain, section in policies.items() if domain != item.domain]
         drawn = rng.sample(foreign, max(counts) - 1)
         with torch.no_grad():
-            for count in counts:
-                found = layout(asking, "rule", "middle", item.new, drawn[: count - 1])
+            for point, count in itertools.product(points, counts):
+                found = layout(asking, "rule", point, item.new, drawn[: count - 1])
                 if found is not None:
-                    rows += measure(found, (USUAL,), {"test": "count", "content": "rule", "point": "middle"})
+                    rows += measure(found, (USUAL,), {"test": "count", "content": "rule", "point": point})
         run.add(key, rows)
 
 

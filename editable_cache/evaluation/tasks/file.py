@@ -75,6 +75,11 @@ def _require_erratum(path: Path | str, erratum: Any) -> None:
             f"Task file {path}: expected an erratum with {{value}}, and if it likes {{name}}, got {erratum!r}; write a "
             "literal brace twice."
         )
+    plain = erratum.replace("{{", "{").replace("}}", "}")  # what an edit is given, which fills in names and no more
+    if erratum.format(name="n", value="v") != plain.replace("{name}", "n").replace("{value}", "v"):
+        raise TaskError(
+            f"Task file {path}: expected an erratum without {{name}} or {{value}} as literal text, got {erratum!r}."
+        )
 
 
 def _item(where: str, entry: Any) -> Item:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from editable_cache.evaluation.report.claim import Claim, Condition
+from editable_cache.evaluation.gate import LEAST
+from editable_cache.evaluation.report.claim import Claim, Condition, Measured
 from editable_cache.evaluation.report.measures import decides_in_full, difference, equivalent, mean, sooner_right
+from editable_cache.evaluation.results import Results
 
 STUDY = "composing"
 COMMAND = "python -m evidence.composing MODEL"
 
 USUAL: dict[str, Any] = {"rotated": True, "seam": 1}
 CONTENT: dict[str, Any] = {"test": "content", **USUAL}
-MIDDLE: dict[str, Any] = {"test": "content", "point": "middle"}
+FIRST: dict[str, Any] = {"point": ("system", "ahead")}
+"""A rule that is read before its field, as in the study."""
+AHEAD: dict[str, Any] = {"test": "content", "content": "rule", "point": "ahead", "mode": "direct"}
 SPLIT: dict[str, Any] = {"test": "split", "border": ("together", "split"), **USUAL}
 
-WINDOW = 512
-"""Tokens that a sliding layer of Gemma-3-270M sees."""
+WINDOWS = {"gemma3_270m": 512, "small-gemma3": 32}
+"""Tokens that a sliding layer sees, by how a model's name begins."""
 
 AGREES = 0.9
 """Agreement of decisions with a full prefill that counts as preserved; the study's agent has 0.81 to 1.00."""
@@ -34,6 +38,24 @@ def _agrees(what: str, facts: dict[str, Any]) -> Condition:
     return _asks(f"{what}, agrees", mean("agrees", **facts), AGREES, gate=facts)
 
 
+def _behind(content: str) -> dict[str, Any]:
+    """Rows of a content that stands behind what it is combined with."""
+    return {"content": content, "mode": "direct", "task": "gated", "point": ("middle", "end", "tool"), **CONTENT}
+
+
+def _window(results: Results) -> int | None:
+    return next((window for name, window in WINDOWS.items() if results.model.startswith(name)), None)
+
+
+def _slides(results: Results) -> str | None:
+    return None if _window(results) else "no sliding windows"
+
+
+def _beyond_the_window(results: Results) -> Measured | None:
+    window = _window(results) or 0
+    return mean("cosine", mode="direct", tokens=lambda count: (count or 0) > window, **CONTENT)(results)
+
+
 COMPOSING = (
     Claim(
         "transplant-fidelity",
@@ -46,19 +68,33 @@ COMPOSING = (
     ),
     Claim(
         "decisions-preserved",
-        "5",
-        "Models that can take the decision take the same one behind a spliced rule.",
+        "5, appendix A",
+        "Models that can take the decision take the same one behind a spliced rule, whose field comes after it.",
         "24 of 24; cosine 0.98 to 0.999",
-        (_agrees("rule", {"content": "rule", "mode": "direct", "task": ("gated", "trigger"), **CONTENT}),),
+        (_agrees("rule, then field", {"content": "rule", "mode": "direct", "task": "gated", **FIRST, **CONTENT}),),
         COMMAND,
+        remark="Of models that were trained on contexts whose rule comes first.",
     ),
     Claim(
         "decisions-preserved-with-a-chain",
         "5",
         "With a chain of thought too.",
         "16 of 16",
-        (_agrees("rule, chain", {"content": "rule", "mode": "cot", **CONTENT}),),
+        (_agrees("rule, then field, chain", {"content": "rule", "mode": "cot", **FIRST, **CONTENT}),),
         COMMAND,
+    ),
+    *(
+        Claim(
+            f"{second}-behind-its-{first}",
+            "ours, on 3",
+            f"A {second} spliced behind the {first} that it is combined with loses the decision: it was compiled "
+            f"alone, and holds no notes of that {first}.",
+            "not measured there",
+            (_asks(f"{first}, then {second}, agrees", mean("agrees", **rows), high=LEAST, gate=rows),),
+            COMMAND,
+            remark="Only computing it anew mends that: a seam helps by as much of the skill as it covers.",
+        )
+        for first, second, rows in (("field", "rule", _behind("rule")), ("rule", "field", _behind("fact")))
     ),
     Claim(
         "content-types",
@@ -66,40 +102,47 @@ COMPOSING = (
         "Facts and tool specifications are as portable as rules.",
         "at or near 1.0",
         (
-            _agrees("fact", {"content": "fact", "mode": "direct", **CONTENT}),
-            _agrees("tools", {"content": "tools", "mode": "direct", **CONTENT}),
+            _agrees("fact, then rule", {"content": "fact", "mode": "direct", "task": "gated", **FIRST, **CONTENT}),
+            _agrees("tools", {"content": "tools", "mode": "direct", "task": "gated", **CONTENT}),
         ),
         COMMAND,
+        remark="The fact is the field; as with rules it stands before what it is combined with.",
     ),
     Claim(
         "insertion-points",
         "5, appendix F, figure 19",
-        "It does not matter where the skill stands: in front, among the other sections, or as a tool's result.",
+        "It does not matter where a skill stands: among the other sections, at the end, or as a tool's result.",
         "at or near 1.0",
-        (
-            _agrees("middle", {"point": "middle", "mode": "direct", **CONTENT}),
-            _agrees("end or tool result", {"point": ("end", "tool"), "mode": "direct", **CONTENT}),
+        tuple(
+            _agrees(
+                f"tools, {what}", {"content": "tools", "mode": "direct", "task": "gated", "point": points, **CONTENT}
+            )
+            for what, points in (("middle", "middle"), ("end or tool result", ("end", "tool")))
         ),
         COMMAND,
+        remark="Of tools, which are combined with nothing before them. For rules and fields it matters: see there.",
     ),
     Claim(
         "several-skills",
         "5",
-        "One to four skills side by side preserve decisions.",
+        "Two and four skills side by side preserve decisions as one does.",
         "N = 1 to 4",
         tuple(
-            _agrees(f"{count} skills", {"test": "count", "chunks": count, "mode": "direct", **USUAL})
-            for count in (1, 2, 3, 4)
+            _agrees(f"{count} skills", {"test": "count", "chunks": count, "mode": "direct", **FIRST, **USUAL})
+            for count in (2, 4)
         ),
         COMMAND,
+        remark="The field comes after them.",
     ),
     Claim(
         "tool-calls",
         "5",
         "Decisions answered by a real function call are preserved.",
         "1.00; 0.97 [0.94, 1.0] on two models (n = 108)",
-        (_agrees("tool calls", {"task": "tool_call", **CONTENT}),),
+        (_agrees("function call, tools spliced", {"task": "tool_call", "content": "tools", **CONTENT}),),
         COMMAND,
+        remark="The skill is the list of tools: no model here makes such calls in the orders that a spliced rule or "
+        "fact asks for.",
     ),
     Claim(
         "seam",
@@ -109,7 +152,7 @@ COMPOSING = (
         (
             _asks(
                 "cosine, seam 1 - seam 0",
-                difference("cosine", {"seam": 1}, {"seam": 0}, rotated=True, content="rule", mode="direct", **MIDDLE),
+                difference("cosine", {"seam": 1}, {"seam": 0}, rotated=True, **AHEAD),
                 low=0.0,
             ),
         ),
@@ -122,17 +165,9 @@ COMPOSING = (
         "5, 8, figure 22c",
         "Sliding-window models are no exception once all keys and values are kept and the mask keeps the window.",
         "agreement 0.93 to 0.94 where it failed before",
-        (
-            Condition(
-                "cosine",
-                STUDY,
-                mean("cosine", mode="direct", tokens=lambda count: count is not None and count > WINDOW, **CONTENT),
-                low=0.9,
-                needs=lambda results: None if "gemma" in results.model else "no sliding windows",
-            ),
-        ),
+        (Condition("cosine", STUDY, _beyond_the_window, low=0.9, needs=_slides),),
         COMMAND,
-        remark="Only prompts longer than the window of 512 tokens count. Documents of 1,024 tokens on Gemma-3-270M: "
+        remark="Only prompts longer than the model's window count. Documents of 1,024 tokens on Gemma-3-270M: "
         "docs/fidelity.md.",
     ),
     Claim(
@@ -143,17 +178,13 @@ COMPOSING = (
         (
             _asks(
                 "agrees, turned - not turned",
-                sooner_right(
-                    {"rotated": True}, {"rotated": False}, "agrees", seam=1, content="rule", mode="direct", **MIDDLE
-                ),
+                sooner_right({"rotated": True}, {"rotated": False}, "agrees", seam=1, **AHEAD),
                 low=0.05,
-                gate={"content": "rule", "mode": "direct", **CONTENT},
+                gate={**USUAL, **AHEAD},
             ),
             _asks(
                 "cosine, turned - not turned",
-                difference(
-                    "cosine", {"rotated": True}, {"rotated": False}, seam=1, content="rule", mode="direct", **MIDDLE
-                ),
+                difference("cosine", {"rotated": True}, {"rotated": False}, seam=1, **AHEAD),
                 low=0.0,
             ),
         ),

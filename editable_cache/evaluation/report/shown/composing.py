@@ -26,12 +26,16 @@ COMPOSING = Study(
         ),
         TableView(
             "Seams, and keys that were not turned",
-            ("content", "seam", "rotated"),
+            ("content", "point", "seam", "rotated"),
             _COMPOSED,
-            {"test": "content", "point": "middle", "mode": "direct"},
-            {"rule 0 True": "cosine 0.94", "rule 1 True": "cosine 0.994", "rule 1 False": "agreement 0.18 for 0.78"},
+            {"test": "content", "point": ("ahead", "middle"), "mode": "direct"},
+            {
+                "rule ahead 0 True": "cosine 0.94",
+                "rule ahead 1 True": "cosine 0.994",
+                "rule ahead 1 False": "agreement 0.18 for 0.78",
+            },
         ),
-        TableView("Several skills", ("chunks",), _COMPOSED, {"test": "count"}),
+        TableView("Several skills", ("point", "chunks"), _COMPOSED, {"test": "count"}),
         TableView(
             "A memory in one block or two",
             ("point", "border"),
