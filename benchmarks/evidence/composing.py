@@ -52,6 +52,8 @@ class Part:
 
 PARTS = (
     Part("split", "cross_reference", points=("end",)),
+    Part("split", "cross_reference", points=("start",)),
+    Part("content", "lookup", contents=("fact",), points=("middle", "end", "tool")),
     Part("content", points=("middle",), sweep=("rule",)),
     Part("content", contents=("rule", "fact"), points=("ahead",), sweep=("rule",)),
     Part("content", contents=("rule",), points=("system", "end", "tool")),

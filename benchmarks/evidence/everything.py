@@ -17,7 +17,7 @@ ANY_ORDER = ("gatekeeper-any-order", "small-llama-any-order", "small-gemma3-any-
 DECIDING = ("gatekeeper", *SMALL, "gatekeeper-no-updates", "small-llama-no-updates", *ANY_ORDER)
 COMMANDS: dict[str, tuple[str, ...]] = {
     "gate": DECIDING,
-    "frontier": tuple(name for name in DECIDING if name != "gatekeeper-any-order"),
+    "frontier": DECIDING,
     "mechanism": ("gatekeeper", "small-llama"),
     "composing": ("smollm2", "gemma3_270m", "gatekeeper", *SMALL, *ANY_ORDER),
     "diagonal": ("gatekeeper", *SMALL[:-1], *ANY_ORDER),

@@ -96,7 +96,7 @@ ORDERS = Stage(steps=60, long_share=0.06, direct=0.7, gated=0.5, decision=1.0, a
 STAGES = (Stage(steps=160), FIRST, FOCUSED, CHAINS)
 VARIANTS = {
     "gatekeeper": Settings(updates=True, stages=STAGES),
-    "gatekeeper-no-updates": Settings(updates=False, stages=(FIRST, replace(FOCUSED, steps=40))),
+    "gatekeeper-no-updates": Settings(updates=False, stages=(Stage(steps=140), replace(FOCUSED, steps=60))),
     "gatekeeper-any-order": Settings(updates=True, stages=(*STAGES, ORDERS)),
 }
 

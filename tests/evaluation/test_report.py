@@ -101,7 +101,7 @@ def test_a_claim_flips_with_its_rows(claim: str) -> None:
 
 def test_an_interval_on_both_sides_decides_nothing() -> None:
     found = verdict("in-place-ignored", results(frontier({**RIGHT, "in_place": 0.25})))
-    assert (found.status, found.by_model) == ("mixed", {"made up": "undecided"})
+    assert (found.status, found.by_model) == ("undecided", {"made up": "undecided"})
 
 
 def test_few_domains_decide_nothing() -> None:
@@ -121,6 +121,36 @@ def test_a_model_below_the_gate_does_not_count() -> None:
     assert alone.status == "not testable here"
     assert "weak left out: full prefills with old value decide right 0.50, gate 0.8" in alone.why
     assert verdict("in-place-ignored", weak, results(frontier(RIGHT))).by_model == {"made up": "holds"}
+
+
+@pytest.mark.parametrize("claim", ["hoist", "field-erratum-matches-hoist"])
+def test_a_hoisted_prompt_is_asked_of_models_that_know_its_order(claim: str) -> None:
+    """Its field stands behind the rule; a model that never saw that fails at the order, not at the edit."""
+    lost = frontier({**RIGHT, "hoist": 0.0})
+    assert verdict(claim, results(lost, model="gatekeeper")).status == "not testable here"
+    assert verdict(claim, results(lost, model="small-llama-no-updates")).status == "not testable here"
+    assert verdict(claim, results(lost, model="gatekeeper-any-order")).status == "not on these models"
+    assert verdict(claim, results(lost, model="somebody/else")).status == "not on these models"
+
+
+def test_chains_of_one_line_can_not_grow() -> None:
+    def chains(tokens: int, longer: int) -> Results:
+        rows = frontier({"in_place": 1.0, "full": 1.0}, mode="cot")
+        return results([{**row, "generated": tokens + longer * (row["arm"] == "in_place")} for row in rows])
+
+    assert verdict("chain-grows-longer", chains(18, 0)).status == "not testable here"
+    assert verdict("chain-grows-longer", chains(250, 0)).status == "not on these models"
+    assert verdict("chain-grows-longer", chains(250, 600)).status == "replicated"
+
+
+def test_the_line_beats_the_edit_in_place_where_the_chain_trusts_the_notes() -> None:
+    for in_place, erratum, status in (
+        (0.3, 1.0, "replicated"),
+        (0.3, 0.3, "undecided"),
+        (1.0, 1.0, "not testable here"),
+    ):
+        chain = frontier({"in_place": in_place, "erratum": erratum, "full": 1.0}, mode="cot")
+        assert verdict("line-beats-in-place-with-a-chain", results(chain)).status == status
 
 
 def test_errata_ask_that_updates_are_understood() -> None:
@@ -205,7 +235,7 @@ def test_p_values_are_adjusted_over_all_claims() -> None:
     claims = [Claim(str(n), "", "", "", (_tested(p, 0.5),), "python -m x") for n, p in enumerate(p_values)]
     found = judge(claims, Evidence((results(frontier(RIGHT)),)))
     assert [each.findings[0].p for each in found] == adjusted(p_values)
-    assert [each.status for each in found] == ["mixed", "mixed", "replicated", "mixed"]
+    assert [each.status for each in found] == ["undecided", "undecided", "replicated", "undecided"]
     alone = judge(claims[:1], Evidence((results(frontier(RIGHT)),)))
     assert alone[0].status == "replicated"
     against = Claim("against", "", "", "", (_tested(0.01, -0.5),), "python -m x")
@@ -224,7 +254,7 @@ def test_a_claim_over_models_waits_for_its_own_measure() -> None:
 def _timing(written: int, read: float) -> list[Row]:
     rows: list[Row] = []
     for domain in DOMAINS:
-        facts = {"key": f"timing/{domain}", "probe": "timing", "domain": domain}
+        facts = {"key": f"timing/{domain}", "probe": "timing", "task": "exchanged", "domain": domain}
         rows.append({**facts, "arm": "decision_by_lens_in_all_states", "measure": "depth", "value": read})
         for layer in range(11):
             right = 1.0 if layer >= written else 0.5
@@ -238,6 +268,10 @@ def test_written_before_read() -> None:
     assert found.interval.mean == pytest.approx(0.45)
     probed = results(_timing(3, 0.75), study="mechanism")
     assert verdict("write-before-read", probed).status == "replicated"
+    other = [{**row, "task": "trigger", "key": f"{row['key']}/trigger"} for row in _timing(9, 0.1)]
+    both = written_before_read("clause")(results([*_timing(3, 0.75), *other]))
+    assert both is not None
+    assert both.interval.mean == pytest.approx(0.45), "tokens of another task have the same names"
     assert verdict("write-before-read", results(_timing(9, 0.75), study="mechanism")).status == "not on these models"
 
 

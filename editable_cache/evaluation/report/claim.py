@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from editable_cache.evaluation.report.evidence import Evidence
 from editable_cache.evaluation.results import Results
 from editable_cache.evaluation.statistics import Interval, adjusted
 
-Status = Literal["replicated", "mixed", "not on these models", "not measured", "not testable here"]
-STATUSES: tuple[Status, ...] = ("replicated", "mixed", "not on these models", "not measured", "not testable here")
+Status = Literal["replicated", "mixed", "undecided", "not on these models", "not measured", "not testable here"]
+STATUSES: tuple[Status, ...] = get_args(Status)
 
 Outcome = Literal["holds", "fails", "undecided", "absent"]
 
@@ -152,7 +152,8 @@ class Verdict:
     Attributes:
         claim: the claim.
         status: replicated if every condition holds on every model that counts; not on these models if one fails on
-            each; mixed otherwise. Not testable here if the claim says so or if no measured model counts.
+            each; mixed if one fails on some; undecided if none fails, but an interval reaches over a threshold. Not
+            testable here if the claim says so or if no measured model counts.
         why: what decided, in words.
         findings: everything that was looked at.
         by_model: what came out for each model that counts.
@@ -228,7 +229,10 @@ def _verdict(claim: Claim, findings: tuple[Finding, ...]) -> Verdict:
             return Verdict(claim, "not testable here", ". ".join(aside), findings)
         return Verdict(claim, "not measured", ". ".join((f"Not measured: run {claim.command}", *aside)), findings)
     outcomes = set(by_model.values())
-    status = "replicated" if outcomes == {"holds"} else "not on these models" if outcomes == {"fails"} else "mixed"
+    if "fails" in outcomes:
+        status = "not on these models" if outcomes == {"fails"} else "mixed"
+    else:
+        status = "replicated" if outcomes == {"holds"} else "undecided"
     why = [reason for outcome in ("fails", "undecided") for reason in _that(outcome, claim, counted, by_model)]
     return Verdict(claim, status, ". ".join((*(why or ["Every condition holds"]), *aside)), findings, by_model)
 

@@ -58,7 +58,7 @@ def best_accuracy(label: str) -> Measure:
         found = _accuracies(results, label)
         if found is None:
             return None
-        _, tables = found
+        *_, tables = found
         means = {arm: table.mean(0) for arm, table in tables.items()}
         arm = max(means, key=lambda name: float(means[name].max()))
         layer = int(means[arm].argmax())
@@ -81,7 +81,8 @@ def written_before_read(label: str) -> Measure:
         )
         if found is None or not lens:
             return None
-        domains, tables = found
+        task, domains, tables = found
+        lens = [row for row in lens if row.get("task") == task]
         read = np.asarray([np.mean([r["value"] for r in lens if cluster_of(r) == d] or [np.nan]) for d in domains])
         every = np.arange(len(domains))
         drawn = np.random.default_rng(0).integers(len(domains), size=(RESAMPLES, len(domains)))
@@ -103,10 +104,15 @@ def _written(tables: dict[str, NDArray[np.float64]], some: NDArray[np.int64]) ->
     return min(depths)
 
 
-def _accuracies(results: Results, label: str) -> tuple[list[str], dict[str, NDArray[np.float64]]] | None:
-    """Domains, and for each probed token accuracies ``[domains, layers + 1]``; tokens that all domains have."""
+def _accuracies(results: Results, label: str) -> tuple[str, list[str], dict[str, NDArray[np.float64]]] | None:
+    """Task, domains, and for each probed token accuracies ``[domains, layers + 1]``; tokens that all domains have.
+
+    Of the task that comes first: tokens of two tasks have the same names, and are not the same.
+    """
     wanted = {"arm": lambda name: str(name).startswith(f"{label} at "), "value": is_number, "x": is_number}
     rows = chosen(results, {"probe": "timing", "measure": "accuracy", **wanted})
+    task = str(rows[0].get("task")) if rows else ""
+    rows = [row for row in rows if str(row.get("task")) == task]
     domains = list(dict.fromkeys(cluster_of(row) for row in rows))
     tables = {}
     for arm in dict.fromkeys(str(row["arm"]) for row in rows):
@@ -114,4 +120,4 @@ def _accuracies(results: Results, label: str) -> tuple[list[str], dict[str, NDAr
         layers = sorted({layer for _, layer in by_place})
         if len(by_place) == len(domains) * len(layers):
             tables[arm] = np.asarray([[by_place[domain, layer] for layer in layers] for domain in domains])
-    return (domains, tables) if tables else None
+    return (task, domains, tables) if tables else None

@@ -9,7 +9,7 @@ from html import escape
 from editable_cache.evaluation.report.blocks import Block, Figure, Heading, Paragraph, Table, harmless
 from editable_cache.evaluation.report.claim import STATUSES
 
-SIGNS = dict(zip(STATUSES, ("✓", "±", "✗", "–", "○"), strict=True))
+SIGNS = dict(zip(STATUSES, ("✓", "±", "?", "✗", "–", "○"), strict=True))
 """A status is told apart without its colour."""
 
 CSS = """

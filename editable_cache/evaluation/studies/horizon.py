@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from editable_cache.editable import EditableCache
 from editable_cache.errors import LedgerError, TaskError
 from editable_cache.evaluation.arms import ERRATA
-from editable_cache.evaluation.asking import Asking
+from editable_cache.evaluation.asking import Asking, Decision
 from editable_cache.evaluation.gate import require_items
 from editable_cache.evaluation.results import Row, Run
 from editable_cache.evaluation.statistics import Interval, bootstrap
@@ -44,12 +44,12 @@ def run_horizon(
 ) -> None:
     """Let each item's field change ``turns`` times; for each turn a row of ``field+erratum`` and of ``append_only``.
 
-    A row has ``arm``, ``turn`` from 1, ``domain``, ``length`` of the cache; ``correct`` by the value of that turn, and
-    for ``field+erratum``, against a prefill of the ids as they now stand, ``agrees``, ``full_correct``, ``cosine``,
-    ``kl``, ``top``, ``gap``, ``full_gap``. At the first and last turn ``append_only`` has ``error``, the largest
-    difference of its logits from those of one forward of all ids, and ``control``, the same if the field had another
-    value in the beginning, which must be large; at the first, ``field+erratum`` has ``error`` of the prefill that it
-    is compared with (at the last, that is ``append_only`` if the number of turns is even).
+    A row has ``arm``, ``turn`` from 1, ``domain``, ``length`` of the cache and, against a prefill of the same ids,
+    ``agrees``, ``correct`` by the value of that turn, ``full_correct``, ``cosine``, ``kl``, ``top``, ``gap``,
+    ``full_gap``. ``append_only`` is compared with one forward of all its ids, and also has ``error``, the largest
+    difference of logits, and ``control``, the same if the field had another value in the beginning, which must be
+    large. ``field+erratum`` is compared with a prefill of the ids as they stand after the refresh, which for the value
+    of the beginning is ``append_only`` and for the other a cache like it.
 
     Args:
         exchange: what is said between two changes.
@@ -90,29 +90,25 @@ def _trajectory(asking: Asking, turns: int, exchange: str, template: str) -> lis
         found = {name: asking.decide(cache) for name, cache in asked.items()}
         shared: Row = {"turn": number, "task": item.task, "domain": item.domain, "length": len(refreshed.ledger)}
         mine = shared | {"arm": REFRESHED} | compared(found[value], found["mine"], value)
-        plain = shared | {"arm": APPEND_ONLY, "correct": found[item.old].value == value}
-        if number in (1, turns):
-            once = _once(asking, asked[item.old])
-            plain |= {
-                "error": _largest(once, found[item.old].logits),
-                "control": _largest(once, found[item.new].logits),
-            }
-        if number == 1:
-            mine["error"] = _largest(_once(asking, asked[value]), found[value].logits)
+        once = _once(asking, asked[item.old])
+        plain = shared | {"arm": APPEND_ONLY} | compared(once, found[item.old], value)
+        plain |= {"error": _largest(once, found[item.old]), "control": _largest(once, found[item.new])}
         rows += [mine, plain]
     return rows
 
 
-def _once(asking: Asking, cache: EditableCache) -> Tensor:
-    """Logits float32 ``[vocab]`` behind one forward of all ids of ``cache``."""
+def _once(asking: Asking, cache: EditableCache) -> Decision:
+    """What is decided behind one forward of all ids of ``cache``."""
     fresh = EditableCache(asking.model, tokenizer=asking.tokenizer)
     fresh.append(cache.token_ids[0])
-    return asking.read(fresh)
+    return asking.decide(fresh)
 
 
-def _largest(first: Tensor, second: Tensor | None) -> float:
-    assert second is not None
-    return float((first - second).abs().max())
+def _largest(first: Decision, second: Decision) -> float:
+    """Of the differences of their logits."""
+    assert first.logits is not None
+    assert second.logits is not None
+    return float((first.logits - second.logits).abs().max())
 
 
 def trend(rows: Sequence[Row], measure: str) -> dict[str, Interval]:

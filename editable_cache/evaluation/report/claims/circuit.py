@@ -7,13 +7,27 @@ from typing import Any
 from editable_cache.evaluation.report.claim import Claim, Condition
 from editable_cache.evaluation.report.claims.mechanism import COMMAND, STUDY
 from editable_cache.evaluation.report.depth import best_over
-from editable_cache.evaluation.report.measures import difference, mean, passes_inclusion
+from editable_cache.evaluation.report.measures import chosen, difference, mean, passes_inclusion
+from editable_cache.evaluation.results import Results
 
 
 def _asks(what: str, measure: Any, low: float = float("-inf"), high: float = float("inf")) -> Condition:
     return Condition(what, STUDY, measure, low, high, passes_inclusion("trigger", "exchanged"))
 
 
+def _has_many_heads(results: Results) -> str | None:
+    """Twelve of sixteen heads are most of a model, whichever they are."""
+    counts = {len(row["effects"]) for row in chosen(results, {"probe": "heads", "measure": "effects"})}
+    if counts and max(counts) < MANY_HEADS:
+        return f"{max(counts)} attention heads in all"
+    return passes_inclusion("trigger", "exchanged")(results)
+
+
+def _of_many(what: str, measure: Any, low: float = float("-inf"), high: float = float("inf")) -> Condition:
+    return Condition(what, STUDY, measure, low, high, _has_many_heads)
+
+
+MANY_HEADS = 100
 HEADS: dict[str, Any] = {"probe": "heads", "measure": "recovery", "pair": "rule", "x": 12}
 SCRUB: dict[str, Any] = {"probe": "scrubbing"}
 
@@ -24,11 +38,11 @@ CIRCUIT = (
         "Twelve attention heads at the last token read most of the decision; as many random ones read none.",
         "0.78, 0.77, 0.72, 0.82 (random 0.00)",
         (
-            _asks("best 12 of other domains", mean("value", arm="top_of_other_domains", **HEADS), low=0.6),
-            _asks("random 12", mean("value", arm="random", **HEADS), high=0.2),
+            _of_many("best 12 of other domains", mean("value", arm="top_of_other_domains", **HEADS), low=0.6),
+            _of_many("random 12", mean("value", arm="random", **HEADS), high=0.2),
         ),
         COMMAND,
-        remark="Twelve of the 1,024 heads of an 8B model; a small model has far fewer, so random ones read more.",
+        remark="Twelve of the 1,024 heads of an 8B model.",
     ),
     Claim(
         "write-heads-distributed",
@@ -36,10 +50,17 @@ CIRCUIT = (
         "Patching the best heads at one aggregator recovers little: the write is spread over many tokens.",
         "0.28, 0.08, 0.24, 0.11",
         (
-            _asks(
+            _of_many(
                 "best 12 heads at the token of largest effect",
                 mean("value", probe="writing", arm="write_top", measure="recovery", x=12),
                 high=0.4,
+            ),
+            _of_many(
+                "the best 12 - 12 random ones",
+                difference(
+                    "value", {"arm": "write_top"}, {"arm": "write_random"}, probe="writing", measure="recovery", x=12
+                ),
+                low=0.0,
             ),
         ),
         COMMAND,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from editable_cache.evaluation.report.across import fewest_tokens, lead_of, octaves_between, spread_between
@@ -16,7 +17,7 @@ from editable_cache.evaluation.report.measures import (
     understands_updates,
     value_of,
 )
-from editable_cache.evaluation.results import Row
+from editable_cache.evaluation.results import Results, Row
 
 COMMAND = "python -m evidence.frontier MODEL"
 
@@ -37,6 +38,12 @@ def _is_long(row: Row) -> bool:
 LONG: dict[str, Any] = {**DIRECT, "*": _is_long}
 WORDS: dict[str, Any] = {"set": "wordings", "mode": "direct", **NEAR}
 
+FREE_CHAIN = 60
+"""Tokens on average from which on a chain of thought is more than one line."""
+
+ONE_ORDER = re.compile(r"(gatekeeper|small-)(?!.*any-order)")
+"""Our own models that were trained on contexts whose field comes before its rule."""
+
 _DIRECT_GATE = passes_gate(mode="direct", **NEAR)
 _CHAIN_GATE = passes_gate(mode="cot", **NEAR)
 _DIRECT_UPDATES = understands_updates(mode="direct", **NEAR)
@@ -53,6 +60,33 @@ def _update(what: str, measure: Any, low: float = float("-inf"), high: float = f
 
 def _chain(what: str, measure: Any, low: float = float("-inf"), high: float = float("inf")) -> Condition:
     return Condition(what, "frontier", measure, low, high, _CHAIN_GATE)
+
+
+def _rereads_not(results: Results) -> str | None:
+    found = mean("correct", arm="in_place", **CHAIN)(results)
+    if found is not None and found.interval.mean >= RIGHT:
+        return f"its chain reads the field again: in place right {found.interval.mean:.2f}"
+    return _CHAIN_UPDATES(results)
+
+
+def _thinks_freely(results: Results) -> str | None:
+    """Chains that were trained to one line have no room to grow."""
+    found = mean("generated", arm="full", **CHAIN)(results)
+    if found is not None and found.interval.mean < FREE_CHAIN:
+        return f"trained to chains of one line, {found.interval.mean:.0f} tokens"
+    return _CHAIN_GATE(results)
+
+
+def _knows_hoisted(results: Results) -> str | None:
+    """A hoisted prompt has its field behind the rule: what it achieves is what a model can do with that order."""
+    below = _DIRECT_GATE(results)
+    if below is None and ONE_ORDER.match(results.model):
+        return "trained on fields in front of their rules only"
+    return below
+
+
+def _hoisted(what: str, measure: Any, low: float = float("-inf"), high: float = float("inf")) -> Condition:
+    return Condition(what, "frontier", measure, low, high, _knows_hoisted)
 
 
 EDITING = (
@@ -90,30 +124,32 @@ EDITING = (
         "Behind an edit in place the chain is longer: the work moves from the prefill into the chain.",
         "926 tokens for 249 (one instance)",
         (
-            _chain(
+            Condition(
                 "tokens generated, in place - full",
+                "frontier",
                 difference("generated", {"arm": "in_place"}, {"arm": "full"}, **CHAIN),
                 low=1.0,
+                needs=_thinks_freely,
             ),
         ),
         COMMAND,
-        remark="Chains trained to one line have little room to grow.",
     ),
     Claim(
         "stickiness-by-model",
         "4, figure 5a",
         "Given a chain, how completely the edit in place recovers the decision depends on the model.",
-        "0.92 to 1.00 within Qwen3, not monotonic in size",
+        "differs within Qwen3, not monotonic in size",
         (
             AcrossModels(
                 "in place with a chain, right: largest - smallest of the models",
                 "frontier",
                 spread_between("correct", arm="in_place", **CHAIN),
                 low=0.05,
-                needs=_CHAIN_GATE,
+                needs=_CHAIN_UPDATES,
             ),
         ),
         COMMAND,
+        remark="Models that read updates; without those in training a chain trusts the notes, and the spread is wider.",
     ),
     Claim(
         "suffix-recovers",
@@ -170,6 +206,22 @@ EDITING = (
         COMMAND,
     ),
     Claim(
+        "line-beats-in-place-with-a-chain",
+        "7, E3, figure 10",
+        "Where a chain does not read the field again, the line is more often right than the edit in place.",
+        "McNemar p = 0.031 on such models",
+        (
+            Condition(
+                "chain, right, erratum - in place",
+                "frontier",
+                sooner_right({"arm": "erratum"}, {"arm": "in_place"}, **CHAIN),
+                low=0.0,
+                needs=_rereads_not,
+            ),
+        ),
+        COMMAND,
+    ),
+    Claim(
         "erratum-by-architecture",
         "appendix E, figure 18",
         "With a chain of thought the line works with attention and sliding windows, and less well on a hybrid.",
@@ -192,7 +244,8 @@ EDITING = (
         ),
         COMMAND,
         remark="Small models trained from scratch on this task. A line that is only appended is a plain prefill, so "
-        "this compares models and not caches. No pure state-space model was trained.",
+        "this compares models and not caches. The hybrid here has short convolutions (LFM2), the study's a state-space "
+        "scan; no model with one was trained.",
     ),
     Claim(
         "hoist",
@@ -200,8 +253,8 @@ EDITING = (
         "A prompt written with the field at its end is right too, and cheaper than the line.",
         "P(correct) 1.00 at 5.2 %",
         (
-            _direct("hoist, right", mean("correct", arm="hoist", **DIRECT), low=RIGHT),
-            _direct(
+            _hoisted("hoist, right", mean("correct", arm="hoist", **DIRECT), low=RIGHT),
+            _hoisted(
                 "share of tokens, hoist - erratum",
                 difference("share", {"arm": "hoist"}, {"arm": "erratum"}, **DIRECT),
                 high=0.0,
@@ -215,11 +268,13 @@ EDITING = (
         "The line together with the field matches the hoisted prompt without rewriting it.",
         "1.00 and 1.00",
         (
-            _update(
+            Condition(
                 "right, field+erratum - hoist",
+                "frontier",
                 equivalent("correct", 0.1, {"arm": "field+erratum"}, {"arm": "hoist"}, **DIRECT),
                 -0.1,
                 0.1,
+                lambda results: _knows_hoisted(results) or _DIRECT_UPDATES(results),
             ),
         ),
         COMMAND,

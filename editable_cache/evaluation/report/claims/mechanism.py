@@ -101,7 +101,17 @@ MECHANISM = (
             ),
         ),
         COMMAND,
-        remark="Here the probe is judged on domains that it was not fitted on.",
+        remark="Whether the clause that names the value first holds. Here the probe is judged on domains that it was "
+        "not fitted on; token and layer are the best of all.",
+    ),
+    Claim(
+        "linearly-decodable-across-meanings",
+        "3 (3), appendix C",
+        "So can the kind of the call, granting or refusing, whichever clause asks for it.",
+        "decodable (its labels are safe and unsafe)",
+        (_asks("accuracy for the kind of call, held-out domains", best_accuracy("call"), 0.8, needs=_TRIGGER),),
+        COMMAND,
+        remark="Of models whose calls have a kind; the calls of other domains are other words.",
     ),
     Claim(
         "knockout",
@@ -144,6 +154,9 @@ MECHANISM = (
         "depth 0.31 to 0.39 against 0.73 to 0.77 (0.19 to 0.26 against 0.47 to 0.48)",
         (_asks("depth of the read - depth of the write", written_before_read("clause"), 0.05, needs=_TRIGGER),),
         COMMAND,
+        remark="Read: the depth from which on the logit lens gives the right sign for all four prompts of an item. A "
+        "lens that always leans to one answer is right for half of them at once, so that the mean over prompts, 0.46 "
+        "of the depth on the gatekeeper, is earlier than the write: by that measure the claim would fail there.",
     ),
     Claim(
         "specificity",
