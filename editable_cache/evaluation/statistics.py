@@ -93,6 +93,19 @@ def bootstrap(
     return Interval(float(found.mean()), float(low), float(high), int(found.size), len(names))
 
 
+def share(answers: Sequence[bool]) -> Interval:
+    """Share of yes with the exact 95 % interval (Clopper & Pearson 1934), for few answers taken as independent.
+
+    Raises:
+        TaskError: for no answer.
+    """
+    if not answers:
+        raise TaskError("share: expected at least one answer, got none.")
+    count = sum(map(bool, answers))
+    low, high = _statsmodels("stats.proportion").proportion_confint(count, len(answers), method="beta")
+    return Interval(count / len(answers), float(low), float(high), len(answers), len(answers))
+
+
 def tost(differences: Sequence[float], margin: float) -> Test:
     """Two one-sided tests: is the mean difference within ``(-margin, margin)`` (Schuirmann 1987)?
 

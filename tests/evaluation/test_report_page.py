@@ -125,6 +125,16 @@ def test_figures_stand_beside_the_published_ones() -> None:
     assert (line[table.head.index("right")][:6], line[-1]) == ("0.250 ", "1.00 at 12.0 %")
 
 
+def test_domains_stand_one_by_one() -> None:
+    found = document(evidence(stale=0.0, erratum=0.25), [])  # the first 5 of 20 items, of 4 in each domain
+    table = next(block for block in found if isinstance(block, Table) and "domain" in block.head)
+    shown = {row[1]: row[table.head.index("erratum")] for row in table.rows}
+    assert [*shown] == [f"domain {number}" for number in range(5)]
+    assert shown["domain 0"] == "1.000 [0.398, 1.000]"
+    assert shown["domain 1"] == "0.250 [0.006, 0.806]"
+    assert shown["domain 2"] == "0.000 [0.000, 0.602]"
+
+
 def test_exact_cells_stand_beside_computed_ones() -> None:
     edits = evidence(**{"selective@8": 0.25}).results
     probed = {"key": "suffix/a", "probe": "suffix", "arm": "by_effect", "task": "gated", "measure": "recovery", "x": 8}

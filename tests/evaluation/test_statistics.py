@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from editable_cache.errors import TaskError
-from editable_cache.evaluation.statistics import adjusted, bootstrap, gee_logistic, mcnemar, tost
+from editable_cache.evaluation.statistics import adjusted, bootstrap, gee_logistic, mcnemar, share, tost
 
 
 def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
@@ -23,6 +23,15 @@ def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
         naive += alone.low <= 0 <= alone.high
     assert 0.87 < covered / 200 <= 0.98
     assert naive / 200 < 0.75
+
+
+def test_shares_of_few_answers_are_exact() -> None:
+    assert (share([True] * 4).low, share([True] * 4).high) == pytest.approx((0.025**0.25, 1.0))
+    assert (share([False] * 4).low, share([False] * 4).high) == pytest.approx((0.0, 1 - 0.025**0.25))
+    half = share([True, False])
+    assert (half.mean, half.low, half.high, half.n) == pytest.approx((0.5, 0.0126, 0.9874, 2), abs=1e-4)
+    with pytest.raises(TaskError, match="at least one answer"):
+        share([])
 
 
 def test_the_mean_is_that_of_items_and_the_interval_repeats() -> None:

@@ -153,7 +153,7 @@ class Verdict:
         claim: the claim.
         status: replicated if every condition holds on every model that counts; not on these models if one fails on
             each; mixed if one fails on some; undecided if none fails, but an interval reaches over a threshold. Not
-            testable here if the claim says so or if no measured model counts.
+            testable here if the claim says so or if no model that was asked counts.
         why: what decided, in words.
         findings: everything that was looked at.
         by_model: what came out for each model that counts.
@@ -225,7 +225,7 @@ def _verdict(claim: Claim, findings: tuple[Finding, ...]) -> Verdict:
     left_out = {each.model: f"{each.model} left out: {each.left_out}" for each in findings if each.left_out}
     aside = [reason for model, reason in left_out.items() if model not in by_model]
     if not by_model:
-        if findings and not counted:
+        if aside and all(each.outcome == "absent" for each in counted):
             return Verdict(claim, "not testable here", ". ".join(aside), findings)
         return Verdict(claim, "not measured", ". ".join((f"Not measured: run {claim.command}", *aside)), findings)
     outcomes = set(by_model.values())

@@ -53,11 +53,12 @@ def _reading(verdicts: Sequence[Verdict]) -> str:
     return (
         "A claim asks for conditions. One holds if the whole 95 % interval (bootstrap over domains) lies within its "
         "thresholds, fails if the whole interval lies outside, and is undecided otherwise, or with fewer than "
-        f"{LEAST_CLUSTERS} domains. Replicated: all hold on every model that counts. Not on these models: one fails on "
-        "each. Mixed: anything else. Where a test decides, its p-value is adjusted (Benjamini & Hochberg) over all "
-        f"{tests} tests of this page and must be below {ALPHA:g}. Models whose full prefills decide right in fewer "
-        f"than {LEAST:g} of the items do not count for claims on decisions; claims on errata ask the same of a plain "
-        "update."
+        f"{LEAST_CLUSTERS} domains. Replicated: all hold on every model that counts. Not on these models: one fails "
+        "on each. Mixed: one fails on some. Undecided: none fails, but not all are sure to hold. Where a test decides, "
+        f"its p-value is adjusted (Benjamini & Hochberg) over all {tests} tests of this page and must be below "
+        f"{ALPHA:g}. Models whose full prefills decide right in fewer than {LEAST:g} of the items do not count for "
+        "claims on decisions; claims on errata ask the same of a plain update. Not testable here: no model here can be "
+        "asked, for the reasons given."
     )
 
 

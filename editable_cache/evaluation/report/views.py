@@ -11,7 +11,7 @@ from editable_cache.evaluation.report.blocks import Block, Figure, Table
 from editable_cache.evaluation.report.measures import chosen, interval
 from editable_cache.evaluation.report.plot import Point
 from editable_cache.evaluation.results import Results, Row
-from editable_cache.evaluation.statistics import Interval
+from editable_cache.evaluation.statistics import Interval, share
 
 MOST_GROUPS = 120
 """Lines of one table; more are cut, and the last line says so."""
@@ -55,6 +55,35 @@ class TableView:
         by = [self.heads.get(name, name) for name in self.by]
         head = ("model", *by, *columns.values(), "items", *published)
         return [Table([head[number] for number in full], [[line[number] for number in full] for line in lines])]
+
+
+@dataclass(frozen=True)
+class ShareView:
+    """One line for each model and each combination of ``by``, one column for each of ``words`` of entry ``across``.
+
+    A cell is the share of yes in ``value``, with the exact interval of its items: they are few, and of one domain.
+    """
+
+    title: str
+    by: tuple[str, ...]
+    across: str
+    words: Sequence[str]
+    value: str
+    where: Mapping[str, Any] = field(default_factory=dict)
+
+    def blocks(self, results: Sequence[Results]) -> list[Block]:
+        """The table; nothing without rows."""
+        lines = []
+        for found in results:
+            for words, rows in _groups(found, self):
+                by_word = ([row for row in rows if row.get(self.across) == word] for word in self.words)
+                answers = [[bool(row[self.value]) for row in some] for some in by_word]
+                cells = [number(share(given)) if given else "" for given in answers]
+                if any(cells):
+                    lines.append([found.model, *words, *cells, str(max(map(len, answers)))])
+        if not lines:
+            return []
+        return [Table(["model", *self.by, *self.words, "items"], lines)]
 
 
 @dataclass(frozen=True)
@@ -154,7 +183,7 @@ class ScatterView:
         return [Figure(self.name, self.title, svg)]
 
 
-View = TableView | DotView | CurveView | ScatterView
+View = TableView | ShareView | DotView | CurveView | ScatterView
 
 
 @dataclass(frozen=True)

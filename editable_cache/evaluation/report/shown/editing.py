@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from editable_cache.evaluation.report.views import CurveView, DotView, ScatterView, Study, TableView
+from editable_cache.evaluation.report.views import CurveView, DotView, ScatterView, ShareView, Study, TableView
 
 GATE = Study(
     "gate",
@@ -50,6 +50,14 @@ FRONTIER = Study(
                 "direct full": "1.00 at 100 %",
                 "cot in_place": "1.00",
             },
+        ),
+        ShareView(
+            "Right by domain, answering at once",
+            ("domain",),
+            "arm",
+            ("stale", "in_place", "selective@64", "cacheblend@15%", "erratum", "field+erratum", "full"),
+            "correct",
+            {"set": ("direct", ""), "mode": "direct"},
         ),
         DotView(
             "evidence-frontier",
