@@ -15,8 +15,11 @@ def _asks(what: str, measure: Any, low: float = float("-inf"), high: float = flo
     return Condition(what, STUDY, measure, low, high, passes_inclusion("trigger", "exchanged"))
 
 
+MANY_HEADS = 100
+"""Of a model, from which on twelve are a choice."""
+
+
 def _has_many_heads(results: Results) -> str | None:
-    """Twelve of sixteen heads are most of a model, whichever they are."""
     counts = {len(row["effects"]) for row in chosen(results, {"probe": "heads", "measure": "effects"})}
     if counts and max(counts) < MANY_HEADS:
         return f"{max(counts)} attention heads in all"
@@ -27,7 +30,6 @@ def _of_many(what: str, measure: Any, low: float = float("-inf"), high: float = 
     return Condition(what, STUDY, measure, low, high, _has_many_heads)
 
 
-MANY_HEADS = 100
 HEADS: dict[str, Any] = {"probe": "heads", "measure": "recovery", "pair": "rule", "x": 12}
 SCRUB: dict[str, Any] = {"probe": "scrubbing"}
 

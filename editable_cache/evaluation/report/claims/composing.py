@@ -92,7 +92,7 @@ COMPOSING = (
         "24 of 24; cosine 0.98 to 0.999",
         (_agrees("rule, then field", {"content": "rule", "mode": "direct", "task": "gated", **FIRST, **CONTENT}),),
         COMMAND,
-        remark="Of models that were trained on contexts whose rule comes first.",
+        remark="Of models whose training had rules in front of their fields too.",
     ),
     Claim(
         "decisions-preserved-with-a-chain",
@@ -140,6 +140,16 @@ COMPOSING = (
         ),
         COMMAND,
         remark="Of tools, which are combined with nothing before them. For rules and fields it matters: see there.",
+    ),
+    Claim(
+        "facts-looked-up",
+        "5, appendix F, figure 19",
+        "A fact that is asked for by itself, as passages of a retrieval are, is read from a spliced chunk as from a "
+        "prefill.",
+        "at or near 1.0",
+        (_agrees("looked up", {"content": "fact", "task": "lookup", "mode": "direct", **CONTENT}),),
+        COMMAND,
+        remark="Among the other sections, at the end and as a tool's result together.",
     ),
     Claim(
         "several-skills",
