@@ -99,7 +99,7 @@ def test_composing_rows_are_found(model: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compose.run_contents(model, tokenizer, some[:2], run, sweep=("rule",))
-        compose.run_contents(model, tokenizer, items("tool_call", 1), run, contents=("tools",), points=("middle",))
+        compose.run_contents(model, tokenizer, items("tool_call", 1), run, contents=("rule",), points=("ahead",))
         compose.run_contents(model, tokenizer, items("lookup", 1), run, contents=("fact",), points=("middle",))
         chained = [replace(some[0], mode="cot", key="cot")]
         compose.run_contents(model, tokenizer, chained, run, contents=("rule",), points=("ahead",))

@@ -168,10 +168,9 @@ COMPOSING = (
         "5",
         "Decisions answered by a real function call are preserved.",
         "1.00; 0.97 [0.94, 1.0] on two models (n = 108)",
-        (_agrees("function call, tools spliced", {"task": "tool_call", "content": "tools", **CONTENT}),),
+        (_agrees("function call", {"task": "tool_call", "content": ("rule", "fact"), **FIRST, **CONTENT}),),
         COMMAND,
-        remark="The skill is the list of tools: no model here makes such calls in the orders that a spliced rule or "
-        "fact asks for.",
+        remark="A rule in front of its field, and a field in front of its rule; calls as JSON, parsed.",
     ),
     Claim(
         "seam",
