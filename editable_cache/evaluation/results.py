@@ -7,6 +7,7 @@ there after it was stopped. The final file is one JSON object.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import tempfile
@@ -48,6 +49,11 @@ class Results:
     environment: Mapping[str, Any]
     rows: tuple[Row, ...]
 
+    @property
+    def name(self) -> str:
+        """The model's name without the folders or the organization before it."""
+        return self.model.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
+
     def where(self, **facts: Any) -> list[Row]:
         """The rows that have all these entries."""
         return [row for row in self.rows if all(row.get(name) == value for name, value in facts.items())]
@@ -87,9 +93,38 @@ def load(path: Path | str) -> Results:
                 f"Results {path}: expected {name!r} as a {kind.__name__}, got {content.get(name)!r:.60}."
             )
     rows = content["rows"]
-    if not all(isinstance(row, dict) for row in rows):
-        raise ResultsError(f"Results {path}: expected every row to be an object.")
+    _require_rows(path, content["study"], rows)
     return Results(content["study"], content["model"], content["settings"], content["environment"], tuple(rows))
+
+
+def _require_rows(path: Path | str, study: str, rows: Sequence[Any]) -> None:
+    """An entry is of one kind in all rows, or null; every arm has its decision."""
+    kinds: dict[str, str] = {}
+    for number, row in enumerate(rows):
+        where = f"Results {path}, row {number}"
+        if not isinstance(row, dict):
+            raise ResultsError(f"{where}: expected an object, got {row!r:.60}.")
+        if not isinstance(row.get("key"), str):
+            raise ResultsError(f"{where}: expected a key as a text, got {row.get('key')!r:.60}.")
+        if study == "frontier" and row.get("arm", "gate") != "gate" and "correct" not in row:
+            raise ResultsError(f"{where}: expected 'correct', got {', '.join(row)}.")
+        for name, value in row.items():
+            kind = _kind(value)
+            if kind == "no finite number":
+                raise ResultsError(f"{where}: expected finite numbers, got {name} = {value!r:.60}.")
+            if value is not None and kinds.setdefault(name, kind) != kind:
+                raise ResultsError(f"{where}: expected {name!r} as in other rows, {kinds[name]}, got {value!r:.60}.")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes or no"
+    if isinstance(value, (int, float)):
+        try:
+            return "a number" if math.isfinite(value) else "no finite number"
+        except OverflowError:  # an integer beyond every float
+            return "no finite number"
+    return "a text" if isinstance(value, str) else "a list or an object"
 
 
 class Run:

@@ -303,6 +303,20 @@ BAD = {
         json.dumps({**HEAD, "rows": [{"key": "k", "value": float("nan")}]}),
         "expected finite numbers, got value = nan",
     ),
+    "beyond floats": (json.dumps({**HEAD, "rows": [{"key": "k", "x": 10**400}]}), "expected finite numbers, got x = 1"),
+    "no object": (json.dumps({**HEAD, "rows": [[]]}), "row 0: expected an object, got []"),
+    "a text for a number": (
+        json.dumps({**HEAD, "rows": [{"key": "k", "value": 1.0}, {"key": "k", "value": "much"}]}),
+        "row 1: expected 'value' as in other rows, a number, got 'much'",
+    ),
+    "a number for yes or no": (
+        json.dumps({**HEAD, "rows": [{"key": "k", "correct": True}, {"key": "k", "correct": 5}]}),
+        "row 1: expected 'correct' as in other rows, yes or no, got 5",
+    ),
+    "no decision": (
+        json.dumps({**HEAD, "study": "frontier", "rows": [{"key": "k", "arm": "stale"}]}),
+        "row 0: expected 'correct', got key, arm",
+    ),
 }
 
 
@@ -335,8 +349,25 @@ def test_number_types_are_models_of_their_own_and_versions_are_not_joined(tmp_pa
     assert found.models == ["made up (bfloat16)", "made up (float32)"]
     assert [len(each.rows) for each in found.of("frontier")] == [len(rows), len(rows)]
     write(tmp_path, "older.json", results(rows, dtype="float16"), environment={"editable_cache": "0.0.1"})
-    with pytest.raises(ResultsError, match=r"expected one version of the library, got .*0\.0\.1"):
+    with pytest.raises(ResultsError, match=r"expected one version of editable_cache, got .*0\.0\.1"):
         gather([tmp_path])
+
+
+def test_what_two_files_say_of_the_same_must_agree(tmp_path: Path) -> None:
+    write(tmp_path, "one.json", results(frontier({"stale": 0.0, "full": 1.0})))
+    write(tmp_path, "more.json", results(frontier({"suffix": 1.0}), more=1))
+    write(tmp_path, "same.json", results(frontier({"full": 1.0}), again=1))
+    found = gather([tmp_path]).of("frontier")[0]
+    assert len(found.rows) == 40 * 4, "gate, stale, suffix, full, each once"
+    write(tmp_path, "other.json", results(frontier({"full": 0.5}), other=1))
+    with pytest.raises(ResultsError, match=r"expected the same of what both measured, got other numbers for .*full"):
+        gather([tmp_path])
+
+
+@pytest.mark.parametrize("model", ["here/small-llama", "small-llama/", "small-llama"])
+def test_a_folder_before_the_name_makes_no_other_model(model: str) -> None:
+    lost = results(frontier({**RIGHT, "hoist": 0.0}), model=model)
+    assert (lost.name, verdict("hoist", lost).status) == ("small-llama", "not testable here")
 
 
 def test_statuses_are_those_that_are_shown() -> None:

@@ -74,6 +74,7 @@ def composing(agrees: Callable[[Row], bool], *, full: bool = True) -> Results:
     kinds: list[Row] = [
         {"test": "content", "content": "rule", "point": "ahead", "task": "gated", "seam": 1, "rotated": True},
         {"test": "content", "content": "rule", "point": "ahead", "task": "gated", "seam": 1, "rotated": False},
+        {"test": "content", "content": "fact", "point": "ahead", "task": "gated", "seam": 1, "rotated": True},
         *({"test": "content", "content": content, "point": "end", "task": "gated", "seam": 1, "rotated": True}
           for content in ("rule", "fact")),
         *({"test": "split", "border": border, "point": "end", "task": "cross_reference", "seam": 1, "rotated": True}

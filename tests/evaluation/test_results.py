@@ -153,7 +153,7 @@ def test_missing_and_strange_rows_are_refused(tmp_path: Path) -> None:
     run.finish()
     content = json.loads(path.read_text("utf-8"))
     path.write_text(json.dumps({**content, "rows": [1]}), "utf-8")
-    with pytest.raises(ResultsError, match="every row"):
+    with pytest.raises(ResultsError, match="row 0: expected an object"):
         load(path)
 
 

@@ -108,7 +108,9 @@ def _errata(evidence: Evidence) -> list[Block]:
             measured = [interval(gate, name) for name in ("old", "new", "update")]
             same = same_as_plain_update(facts)(found)
             measured += [interval(chosen(found, facts), "correct"), None if same is None else same.interval]
-            rows.append((found.model, mode, str(len(gate)), *("" if m is None else number(m) for m in measured)))
+            counts = dict.fromkeys((len(gate), *(m.n for m in measured if m is not None)))
+            items = ", of the line ".join(map(str, counts))
+            rows.append((found.model, mode, items, *("" if m is None else number(m) for m in measured)))
     head = ("model", "mode", "items", "old value", "new value", "old value and an update", "erratum", "same answer")
     return [Paragraph(text), Table(head, rows)] if rows else [Paragraph(text)]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from editable_cache.errors import ResultsError
-from editable_cache.evaluation.results import Results, load
+from editable_cache.evaluation.results import VERSIONS, Results, Row, load
+
+TIMES = ("seconds", "cpu_seconds", "reading")
+PLACES = ("x", "seam", "rotated", "chunks", "turn")
+"""Numbers in a row that say what was measured."""
 
 VARIANTS = ("dtype", "adapter", "revision")
 """Settings that make another model of the same name."""
@@ -28,7 +31,7 @@ class Evidence:
     def of(self, study: str) -> list[Results]:
         """The results of one study, one for each model: rows measured with several settings are joined.
 
-        A row that two of them have but for its time counts once.
+        A row that two of them have but for its times counts once.
         """
         by_model: dict[str, list[Results]] = {}
         for found in self.results:
@@ -59,7 +62,8 @@ def gather(paths: Sequence[Path | str]) -> Evidence:
     held: dict[tuple[str, str], list[tuple[Path, Results]]] = {}
     for file in files:
         found = load(file)
-        _require_rows(file, found)
+        if not found.rows:
+            raise ResultsError(f"Results {file}: expected at least one row, got none; measure again.")
         others = held.setdefault((found.study, found.model), [])
         twin = next((path for path, other in others if other.settings == found.settings), None)
         if twin is not None:
@@ -76,16 +80,18 @@ def _told_apart(held: Sequence[tuple[Path, Results]]) -> list[Results]:
     """Results of one study and model: where adapter or number type differ they are of different models.
 
     Raises:
-        ResultsError: if they are of different versions of the library.
+        ResultsError: if they are of different versions of a library.
     """
-    versions = {found.environment.get("editable_cache"): path for path, found in held}
-    if len(versions) > 1:
-        raise ResultsError(
-            f"Results {', '.join(map(str, versions.values()))}: expected one version of the library, got "
-            f"{', '.join(map(str, versions))}; leave one out, or measure again."
-        )
+    for package in VERSIONS:
+        versions = {found.environment.get(package): path for path, found in held}
+        if len(versions) > 1:
+            raise ResultsError(
+                f"Results {', '.join(map(str, versions.values()))}: expected one version of {package}, got "
+                f"{', '.join(map(str, versions))}; leave one out, or measure again."
+            )
     names = [name for name in VARIANTS if len({str(found.settings.get(name)) for _, found in held}) > 1]
     if not names:
+        _require_agreement(held)
         return [found for _, found in held]
     return [
         replace(found, model=f"{found.model} ({', '.join(str(found.settings.get(name)) for name in names)})")
@@ -93,26 +99,38 @@ def _told_apart(held: Sequence[tuple[Path, Results]]) -> list[Results]:
     ]
 
 
-def _require_rows(file: Path, found: Results) -> None:
-    if not found.rows:
-        raise ResultsError(f"Results {file}: expected at least one row, got none; measure again.")
-    for number, row in enumerate(found.rows):
-        if not isinstance(row.get("key"), str):
-            raise ResultsError(f"Results {file}: expected a key as a text in row {number}, got {row.get('key')!r:.60}.")
-        for name, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ResultsError(f"Results {file}: expected finite numbers, got {name} = {value} in row {number}.")
-
-
 def _joined(results: Sequence[Results]) -> Results:
     if len(results) == 1:
         return results[0]
-    rows = {
-        json.dumps({name: value for name, value in row.items() if name != "seconds"}, sort_keys=True): row
-        for found in results
-        for row in found.rows
-    }
+    rows = {_measured(row): row for found in results for row in found.rows}
     return replace(results[0], rows=tuple(rows.values()))
+
+
+def _measured(row: Row) -> str:
+    """A row but for its times."""
+    return json.dumps({name: value for name, value in row.items() if name not in TIMES}, sort_keys=True)
+
+
+def _asked(row: Row) -> str:
+    """What was measured: the words of a row, and the numbers that are no outcome."""
+    asked = {name: value for name, value in row.items() if isinstance(value, str) or name in PLACES}
+    return json.dumps(asked, sort_keys=True)
+
+
+def _require_agreement(held: Sequence[tuple[Path, Results]]) -> None:
+    """Two files may say the same about the same, and each what the other does not say."""
+    said: dict[str, tuple[Path, list[str]]] = {}
+    for path, found in held:
+        mine: dict[str, list[str]] = {}
+        for row in found.rows:
+            mine.setdefault(_asked(row), []).append(_measured(row))
+        for asked, outcomes in mine.items():
+            other, before = said.setdefault(asked, (path, sorted(outcomes)))
+            if before != sorted(outcomes):
+                raise ResultsError(
+                    f"Results {other}, {path}: expected the same of what both measured, got other numbers for "
+                    f"{asked:.200}; leave one out."
+                )
 
 
 def _files(path: Path) -> Iterable[Path]:

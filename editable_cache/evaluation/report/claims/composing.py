@@ -57,21 +57,24 @@ def _behind(content: str) -> dict[str, Any]:
 
 
 def _window(results: Results) -> int | None:
-    return next((window for name, window in WINDOWS.items() if results.model.startswith(name)), None)
+    return next((window for name, window in WINDOWS.items() if results.name.startswith(name)), None)
 
 
-def _long(results: Results) -> dict[str, Any]:
-    """Rows of prompts that are longer than a model's window."""
-    window = _window(results) or 0
-    return {"mode": "direct", "task": "gated", "tokens": lambda count: (count or 0) > window, **FIRST, **CONTENT}
+def _beyond_the_window(content: str) -> Condition:
+    """Of prompts that are longer than a model's window."""
 
+    def long(results: Results) -> dict[str, Any]:
+        facts = {"content": content, "mode": "direct", "task": "gated", **FIRST, **CONTENT}
+        window = _window(results) or 0
+        return {**facts, "tokens": lambda count: (count or 0) > window}
 
-def _slides(results: Results) -> str | None:
-    return decides_in_full(**_long(results))(results) if _window(results) else "no sliding windows"
+    def slides(results: Results) -> str | None:
+        return decides_in_full(**long(results))(results) if _window(results) else "no sliding windows"
 
+    def agrees(results: Results) -> Measured | None:
+        return mean("agrees", **long(results))(results)
 
-def _beyond_the_window(results: Results) -> Measured | None:
-    return mean("agrees", **_long(results))(results)
+    return Condition(f"{content}, agreement beyond the window", STUDY, agrees, low=AGREES, needs=slides)
 
 
 COMPOSING = (
@@ -130,7 +133,7 @@ COMPOSING = (
     Claim(
         "insertion-points",
         "5, appendix F, figure 19",
-        "It does not matter where a skill stands: among the other sections, at the end, or as a tool's result.",
+        "It does not matter where a list of tools stands: among the other sections, at the end, or as a tool's result.",
         "at or near 1.0",
         tuple(
             _agrees(
@@ -139,7 +142,7 @@ COMPOSING = (
             for what, points in (("middle", "middle"), ("end or tool result", ("end", "tool")))
         ),
         COMMAND,
-        remark="Of tools, which are combined with nothing before them. For rules and fields it matters: see there.",
+        remark="Tools are combined with nothing before them. For rules and fields it matters: see there.",
     ),
     Claim(
         "facts-looked-up",
@@ -187,7 +190,7 @@ COMPOSING = (
         "5, 8, figure 22c",
         "Sliding-window models are no exception once all keys and values are kept and the mask keeps the window.",
         "agreement 0.93 to 0.94 where it failed before",
-        (Condition("agreement beyond the window", STUDY, _beyond_the_window, low=AGREES, needs=_slides),),
+        tuple(map(_beyond_the_window, ("rule", "fact"))),
         COMMAND,
         remark="Only prompts longer than the model's window count, and skills in front of what they are combined with. "
         "Documents of 1,024 tokens on Gemma-3-270M: docs/fidelity.md.",

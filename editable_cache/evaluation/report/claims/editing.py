@@ -80,7 +80,7 @@ def _thinks_freely(results: Results) -> str | None:
 def _knows_hoisted(results: Results) -> str | None:
     """A hoisted prompt has its field behind the rule: what it achieves is what a model can do with that order."""
     below = _DIRECT_GATE(results)
-    if below is None and ONE_ORDER.match(results.model):
+    if below is None and ONE_ORDER.match(results.name):
         return "trained on fields in front of their rules only"
     return below
 

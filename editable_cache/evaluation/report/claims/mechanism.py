@@ -239,7 +239,7 @@ MECHANISM = (
     Claim(
         "off-template-free-form",
         "3, appendix C",
-        "Nor where field and rule are said in conversational sentences.",
+        "The field's own cells recover nothing either where field and rule are said in conversational sentences.",
         "-0.012 to 0.054; downstream 1.00",
         _locality("free_form"),
         COMMAND,

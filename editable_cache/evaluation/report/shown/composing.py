@@ -28,7 +28,7 @@ COMPOSING = Study(
             "Seams, and keys that were not turned",
             ("content", "point", "seam", "rotated"),
             _COMPOSED,
-            {"test": "content", "point": ("ahead", "middle"), "mode": "direct"},
+            {"test": "content", "point": ("ahead", "middle"), "mode": "direct", "task": "gated"},
             {
                 "rule ahead 0 True": "cosine 0.94",
                 "rule ahead 1 True": "cosine 0.994",
