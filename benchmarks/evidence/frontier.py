@@ -52,9 +52,9 @@ PARTS = (
     Part("wordings-cot", WORDED, mode="cot", neutral=6),
     *(Part(task, BRIEF, tasks=(task,), neutral=6) for task in TASKS),
 )
-MAIN = ("direct", "cot")
-ITEMS, SIDE_ITEMS = 40, 20
-"""Of each main set, and of each other one."""
+ITEMS = {"direct": 40, "cot": 40, "wordings": 20}
+SIDE_ITEMS = 10
+"""Of each other set."""
 
 
 def items_of(model: str, part: Part, most: int, quick: bool) -> tuple[list[Item], str | None]:
@@ -70,7 +70,7 @@ def items_of(model: str, part: Part, most: int, quick: bool) -> tuple[list[Item]
         if part.far or part.name.startswith(("near", "wordings")):
             kept = []
         return (kept[:4] if quick else kept), own.erratum
-    count = 1 if quick else min(most, ITEMS if part.name in MAIN else SIDE_ITEMS)
+    count = 1 if quick else min(most, ITEMS.get(part.name, SIDE_ITEMS))
     per_domain = -(-count // len(DOMAINS))
     found = [
         item
@@ -84,7 +84,9 @@ def main() -> None:
     """The command."""
     arguments = commands.parser(__doc__, "one item of each set")
     arguments.add_argument("--sets", default="", help="some of the sets, by name, with commas; adds to others")
-    arguments.add_argument("--items", type=int, default=ITEMS, help="of each set at most; adds to finished ones")
+    arguments.add_argument(
+        "--items", type=int, default=max(ITEMS.values()), help="of each set at most; adds to finished ones"
+    )
     given = arguments.parse_args()
     names = [part.name for part in PARTS]
     wanted = [name for name in given.sets.split(",") if name] or names

@@ -230,6 +230,15 @@ def _tested(p: float, value: float) -> Condition:
     return Condition("made up", "frontier", lambda _: Measured(Interval(value, -1.0, 1.0, 9, 9), p), low=0.0)
 
 
+def test_too_few_items_are_said_to_be_too_few() -> None:
+    rows = frontier({"full": 1.0, "suffix": 1.0, "cacheblend@15%": 0.5})
+    few = [row for row in rows if str(row["key"]).endswith("/0")]  # ten items, all alike
+    for measure, said in ((mean("correct", arm="full"), True), (mean("correct", arm="cacheblend@15%"), False)):
+        claim = Claim("made up", "", "", "", (Condition("it", "frontier", measure, low=0.8),), "python -m x")
+        found = judge([claim], Evidence((results(few),)))[0]
+        assert (found.status in ("undecided", "not on these models"), "too few" in found.why) == (True, said)
+
+
 def test_p_values_are_adjusted_over_all_claims() -> None:
     p_values = (0.04, 0.04, 0.01, 0.9)
     claims = [Claim(str(n), "", "", "", (_tested(p, 0.5),), "python -m x") for n, p in enumerate(p_values)]

@@ -242,13 +242,25 @@ def _that(outcome: str, claim: Claim, counted: Sequence[Finding], by_model: Mapp
     reasons = []
     for condition in claim.conditions:
         models = [
-            each.model
+            f"{each.model}{', all items alike but too few' if _is_short_of_items(each) else ''}"
             for each in counted
             if each.condition is condition and each.outcome == outcome and each.model in by_model
         ]
         if models:
-            reasons.append(f"{outcome.capitalize()}: {condition.what} ({', '.join(models)})")
+            reasons.append(f"{outcome.capitalize()}: {condition.what} ({'; '.join(models)})")
     return reasons
+
+
+def _is_short_of_items(found: Finding) -> bool:
+    """Whether every item bears the condition out and only their number does not suffice."""
+    if found.outcome != "undecided" or found.measured is None or found.p is not None:
+        return False
+    interval, condition = found.measured.interval, found.condition
+    return (
+        interval.mean in (0.0, 1.0)
+        and interval.mean in (interval.low, interval.high)
+        and (condition.low <= interval.mean <= condition.high)
+    )
 
 
 def _by_model(claim: Claim, counted: Sequence[Finding]) -> dict[str, Outcome]:
