@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 import editable_cache
 from editable_cache.errors import ResultsError
-from editable_cache.evaluation.results import Run, load
+from editable_cache.evaluation.results import VERSIONS, Run, load
 
 SETTINGS = {"items": ["a", "b"], "seed": 0}
 
@@ -111,12 +108,12 @@ def test_other_settings_are_not_joined(tmp_path: Path, changes: dict[str, Any], 
         run_at(path, **changes)
 
 
-@pytest.mark.parametrize("package", [editable_cache, torch, transformers])
-def test_another_version_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: ModuleType) -> None:
+@pytest.mark.parametrize("package", VERSIONS)
+def test_another_version_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     path = tmp_path / "r.json"
     run_at(path).add("a", [{"x": 1}])
-    monkeypatch.setattr(package, "__version__", "9.9")
-    with pytest.raises(ResultsError, match=rf"environment {package.__name__} = '9\.9', got"):
+    monkeypatch.setattr(f"editable_cache.evaluation.results.{package}.__version__", "9.9")
+    with pytest.raises(ResultsError, match=rf"environment {package} = '9\.9', got"):
         run_at(path)
 
 
