@@ -41,8 +41,7 @@ def measured(name: str, step: int) -> tuple[Results, list[str]]:
     items = [item for item in given.items if item.mode == "direct"][::step]
     arms = possible(FEW, items, model)
     run = Run(None, study="frontier", model=name, settings={})
-    erratum = given.erratum
-    run_frontier(model, tokenizer, items, run, arms=arms, erratum=erratum, label="direct", any_model=True)
+    run_frontier(model, tokenizer, items, run, arms=arms, erratum=given.erratum, label="direct")
     return run.results(), arms
 
 
@@ -83,17 +82,18 @@ def test_arms_recover_what_the_results_say() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != JUDGED])
 def test_each_item_gives_what_the_results_say(name: str) -> None:
-    found, arms = measured(name, 5)
+    step = 1 if name == "small-llama-any-order" else 5  # near the gate: of few items it may be right in too few
+    found, arms = measured(name, step)
     told = {(row["key"], row["arm"]): row for row in stated(name).where(set="direct")}
     rows: list[Row] = found.where(set="direct")
-    assert len(rows) == 8 * len(arms)
+    assert len(rows) == 40 // step * len(arms)
     for row in rows:
         same = told[row["key"], row["arm"]]
         assert row["correct"] == same["correct"], (row["key"], row["arm"])
         assert row["gap"] == pytest.approx(same["gap"], abs=0.02), (row["key"], row["arm"])
         assert row["gap"] != pytest.approx(-same["gap"], abs=0.02) or abs(row["gap"]) < 0.02
     assert of(found, "stale", "correct").mean <= 0.15
-    assert of(found, "full", "correct").mean >= (0.6 if name == "small-llama-any-order" else 0.85)  # of 40 items 0.85
+    assert of(found, "full", "correct").mean >= 0.85
     understood = of(found, "erratum", "correct").mean
     assert understood == 0.0 if name.endswith("no-updates") else understood >= 0.85
 

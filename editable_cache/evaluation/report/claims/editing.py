@@ -220,6 +220,7 @@ EDITING = (
             ),
         ),
         COMMAND,
+        remark="The models are chosen by the edit in place itself, as in the study, which favours the line.",
     ),
     Claim(
         "erratum-by-architecture",
