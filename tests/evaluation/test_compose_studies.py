@@ -120,6 +120,19 @@ def test_keys_that_are_not_turned_are_seen() -> None:
     assert turned["skill_tokens"] == left["skill_tokens"] < turned["tokens"]
 
 
+@pytest.mark.parametrize("rotated", [True, False])
+def test_keys_are_left_as_they_were_compiled_only_where_asked(rotated: bool) -> None:
+    found = compose.layout(asking(), "rule", "end", "shipped")
+    assert found is not None
+    cache, count = found.start()
+    chunk = found.chunk(found.ids()[count])
+    compose.splice(cache, chunk, Way(0, rotated=rotated), "rule")
+    mine, compiled = cache.layers[0].keys[..., -len(chunk) :, :], chunk.layers[0]["keys"]
+    assert torch.equal(mine, compiled) is not rotated
+    values = cache.layers[0].values[..., -len(chunk) :, :]
+    assert torch.equal(values, chunk.layers[0]["values"])
+
+
 @pytest.mark.parametrize(("content", "partner"), [("rule", "status: {status}"), ("fact", "If status is pending")])
 def test_ahead_a_part_is_read_right_before_what_it_is_combined_with(content: str, partner: str) -> None:
     found = compose.layout(asking(), content, "ahead", "shipped")
